@@ -8,24 +8,15 @@ the vocabulary, lengths).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pagedllm._options import (
-    Biases,
-    Boolean,
-    Callback,
-    Integer,
-    Many,
-    Number,
-    Text,
-    canonical,
-    check_all,
-    checked,
-    option,
-)
+from pagedllm._kinds import Biases, Boolean, Callback, Integer, Many, Number, Text
+from pagedllm._options import canonical, check_all, checked, option
 from pagedllm.errors import ValidationError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
 
 _IDS = Many(Integer(low=0))
 _STRINGS = Many(Text(), separator=None)
