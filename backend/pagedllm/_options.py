@@ -58,7 +58,10 @@ def option(
     aliases: tuple[str, ...] = (),
     secret: bool = False,
 ) -> T:
-    """A dataclass field with an :class:`Option`, ``text`` its help. A default of None makes None a value."""
+    """A dataclass field with an :class:`Option`; ``text`` is its help.
+
+    A default of None makes None a value.
+    """
     made = Option(kind, text, section, aliases, default is None, secret)
     metadata, hashable = {"option": made}, not isinstance(kind, Biases)
     return dataclasses.field(default=default, metadata=metadata, repr=not secret, hash=hashable)
@@ -124,15 +127,21 @@ def check_all(instance: Any, error: type[Exception]) -> None:
 
 
 def add_flags(
-    group: argparse._ArgumentGroup, cls: type, *, section: str = "", skip: tuple[str, ...] = ()
+    group: argparse._ArgumentGroup,
+    cls: type,
+    *,
+    section: str = "",
+    skip: tuple[str, ...] = (),
+    defaults: Mapping[str, Any] | None = None,
 ) -> None:
     """Add a flag per option of ``section`` and alias; a flag not given leaves no trace.
 
     The values stay text until :func:`given_flags` reads them, so a wrong one is reported
-    like a wrong keyword.
+    like a wrong keyword. The help shows the fields' defaults, or the caller's ``defaults``.
     """
     import argparse
 
+    usual = {field.name: field.default for field in dataclasses.fields(cls)} | dict(defaults or {})
     for name, made in options_of(cls).items():
         if made.section != section or name in skip:
             continue
@@ -140,7 +149,7 @@ def add_flags(
         common: dict[str, Any] = {
             "dest": _dest(cls, name),
             "default": argparse.SUPPRESS,
-            "help": made.help.replace("%", "%%"),
+            "help": made.help.replace("%", "%%") + _default_text(usual[name]),
         }
         if isinstance(made.kind, Boolean):
             group.add_argument(*flags, action=argparse.BooleanOptionalAction, **common)
@@ -173,6 +182,12 @@ def given_flags(namespace: argparse.Namespace, cls: type, error: type[Exception]
             raise error(f"{name}: {wrong}", name) from None
         found[name] = made.check(name, value, error)
     return found
+
+
+def _default_text(value: object) -> str:
+    if value is None or value == ():
+        return ""
+    return f" (default: {'on' if value is True else 'off' if value is False else value})"
 
 
 def _dest(cls: type, name: str) -> str:

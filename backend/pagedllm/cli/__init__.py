@@ -1,1 +1,1 @@
-"""The ``pagedllm`` command."""
+"""The ``pagedllm`` command: a thin layer over the public API."""

@@ -1,0 +1,150 @@
+"""``pagedllm chat``: a conversation in the terminal, or over a pipe with a turn per line.
+
+Owner: the command line. Invariants: Ctrl-C during an answer ends the answer, keeps what
+was said so far in the history, and leaves the engine as it was; the engine is never
+interrupted inside a step, which is why the signal only sets a flag.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pagedllm.cli.common import CLI_NAME, add_sampling_flags, load_llm, note, sampling_from
+from pagedllm.config import Config
+from pagedllm.errors import PagedLLMError
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterator
+    from types import FrameType
+
+    from pagedllm.llm import LLM
+    from pagedllm.sampling_params import SamplingParams
+
+DEFAULTS = {"max_tokens": 1024}
+HELP = "/reset forgets the conversation, /exit leaves, Ctrl-C stops an answer."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags."""
+    parser.add_argument("--system", metavar="TEXT", help="what the model is told first")
+    add_sampling_flags(parser, **DEFAULTS)
+    Config.add_cli_arguments(parser, exclude=("seed",))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Talk until the input ends; return the exit status."""
+    params = sampling_from(options, **DEFAULTS)
+    if params.n > 1:
+        raise PagedLLMError("n: a chat has one answer a turn; leave out --n")
+    config = Config.from_cli(options)
+    with load_llm(config) as llm:
+        conversation = Conversation(llm, params, options.system)
+        interactive = sys.stdin.isatty()
+        if interactive:
+            note(f"{config.model}. {HELP}")
+        for line in _lines(interactive):
+            text = line.strip()
+            if text in ("/exit", "/quit"):
+                break
+            if text == "/reset":
+                conversation.reset()
+            elif text == "/help":
+                note(HELP)
+            elif text:
+                _turn(conversation, text, interactive=interactive)
+    return 0
+
+
+def _turn(conversation: Conversation, text: str, *, interactive: bool) -> None:
+    try:
+        conversation.ask(text)
+    except PagedLLMError as error:
+        if not interactive:
+            raise
+        note(f"{CLI_NAME}: error: {error} (/reset starts a new conversation)")
+
+
+def _lines(interactive: bool) -> Iterator[str]:
+    """The user's lines until the input ends; on a terminal with line editing."""
+    if not interactive:
+        yield from sys.stdin
+        return
+    with suppress(ImportError):  # Windows has none; its console edits lines itself
+        import readline  # noqa: F401 - importing it gives input() editing and a history
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print()
+            note("(/exit or Ctrl-D leaves)")
+
+
+@dataclass(slots=True)
+class Conversation:
+    """The messages so far. A failed turn leaves no trace in them."""
+
+    llm: LLM
+    params: SamplingParams
+    system: str | None = None
+    messages: list[dict[str, str]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Begin with the system message."""
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all but the system message."""
+        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+
+    def ask(self, text: str) -> None:
+        """Print the answer as it comes.
+
+        Raises:
+            PagedLLMError: the conversation cannot be continued like this.
+        """
+        asked = [*self.messages, {"role": "user", "content": text}]
+        said, reason = "", None
+        with _stop_on_interrupt() as stopped:
+            stream = self.llm.chat_stream(asked, self.params)
+            try:
+                for output in stream:
+                    if output.error is not None:
+                        raise output.error
+                    answer = output.outputs[0]
+                    print(answer.text_delta, end="", flush=True)
+                    said, reason = answer.text, answer.finish_reason
+                    if stopped:
+                        break
+            finally:
+                stream.close()  # aborts what is still running
+                print(flush=True)
+        if reason is None:
+            note("[stopped]")
+        elif reason == "length":
+            note("[cut off by max_tokens or the model's length]")
+        self.messages = [*asked, {"role": "assistant", "content": said}]
+
+
+@contextmanager
+def _stop_on_interrupt() -> Iterator[list[bool]]:
+    """Collect Ctrl-C in a list for the duration; a second one interrupts for real."""
+    stopped: list[bool] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if stopped:
+            raise KeyboardInterrupt
+        stopped.append(True)
+
+    previous = signal.signal(signal.SIGINT, handle)
+    try:
+        yield stopped
+    finally:
+        signal.signal(signal.SIGINT, previous)
