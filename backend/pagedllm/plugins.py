@@ -70,10 +70,8 @@ class Registration:
         """Import the target. Raises ConfigError naming the plugin when that fails."""
         module, _, attribute = self.target.partition(":")
         try:
-            return functools.reduce(
-                getattr, attribute.split("."), importlib.import_module(module)
-            )
-        except Exception as error:  # noqa: BLE001 - a plugin's module may raise anything
+            return functools.reduce(getattr, attribute.split("."), importlib.import_module(module))
+        except Exception as error:
             raise ConfigError(
                 f"{self.name!r} of plugin {_describe(self.plugin)} cannot be loaded from "
                 f"{self.target!r}: {_one_line(error)}"
@@ -122,11 +120,13 @@ class PluginManager:
         self._records: dict[str, PluginRecord] = {}
         builtin = PluginRecord("local", BUILTIN_DISTRIBUTION, "built-in")
         self._register(builtin, LocalFolders)
-        points = metadata.entry_points(group=ENTRY_POINT_GROUP) if entry_points is None else (
-            entry_points
+        points = (
+            metadata.entry_points(group=ENTRY_POINT_GROUP)
+            if entry_points is None
+            else (entry_points)
         )
         # pluggy asks the plugin registered last first: hence backwards, built-ins at the end.
-        for point in sorted(points, key=_ask_order, reverse=True):
+        for point in sorted(points, key=_point_order, reverse=True):
             self._load(point)
 
     # --- loading ---------------------------------------------------------------------------
@@ -177,7 +177,8 @@ class PluginManager:
             known = [name for name in vars(hookspecs) if name.startswith("pagedllm_")]
             near = difflib.get_close_matches(caller.name, known, n=1)
             raise ValueError(
-                f"there is no hook {caller.name!r}" + (f"; did it mean {near[0]!r}?" if near else "")
+                f"there is no hook {caller.name!r}"
+                + (f"; did it mean {near[0]!r}?" if near else "")
             )
         for implementation in caller.get_hookimpls():
             if implementation.plugin_name == key and (
@@ -217,7 +218,7 @@ class PluginManager:
                     *(arguments[name] for name in implementation.argnames)
                 )
                 problem = None if answer is None else check(answer)
-            except Exception as error:  # noqa: BLE001 - that is what isolation means
+            except Exception as error:
                 if user_facing and isinstance(error, PagedLLMError):
                     raise
                 logger.debug("Traceback of %s", _describe(record), exc_info=True)
@@ -296,7 +297,8 @@ class PluginManager:
 
     def list_plugins(self) -> tuple[PluginRecord, ...]:
         """Return a record of every plugin found, sound or not, built-ins first."""
-        return tuple(self._records.values())
+        records = self._records.values()
+        return tuple(sorted(records, key=lambda r: _ask_order(r.distribution, r.name)))
 
 
 @functools.lru_cache(maxsize=8)
@@ -304,9 +306,7 @@ def _manager(allow: tuple[str, ...] | None, block: tuple[str, ...]) -> PluginMan
     return PluginManager(allow, block)
 
 
-def get_manager(
-    allow: Sequence[str] | None = None, block: Sequence[str] = ()
-) -> PluginManager:
+def get_manager(allow: Sequence[str] | None = None, block: Sequence[str] = ()) -> PluginManager:
     """Return the process's plugin manager for these rules, loading plugins on the first call."""
     return _manager(None if allow is None else tuple(sorted(allow)), tuple(sorted(block)))
 
@@ -319,8 +319,6 @@ def list_plugins() -> tuple[PluginRecord, ...]:
 def resolve_model(
     name: str,
     revision: str | None = None,
-    *,
-    token: str | None = None,
     config: Config | None = None,
 ) -> ResolvedModel:
     """Turn a model's name into a folder with its files, downloading or converting as needed.
@@ -378,9 +376,12 @@ def _check_resolved(answer: Any) -> str | None:
     return f"returned {type(answer).__name__}, not a ResolvedModel"
 
 
-def _ask_order(point: metadata.EntryPoint) -> tuple[bool, str, str]:
-    distribution = point.dist.name if point.dist else ""
-    return (distribution != BUILTIN_DISTRIBUTION, distribution, point.name)
+def _ask_order(distribution: str, name: str) -> tuple[bool, str, str]:
+    return (distribution != BUILTIN_DISTRIBUTION, distribution, name)
+
+
+def _point_order(point: metadata.EntryPoint) -> tuple[bool, str, str]:
+    return _ask_order(point.dist.name if point.dist else "", point.name)
 
 
 def _key(record: PluginRecord) -> str:

