@@ -68,7 +68,8 @@ class Boolean:
     metavar: str | None = None
 
     def check(self, value: Any) -> bool:
-        if isinstance(value, bool) or type(value).__name__ in ("bool_", "bool"):  # numpy's
+        numpy_bool = type(value).__module__ == "numpy" and str(value) in ("True", "False")
+        if isinstance(value, bool) or numpy_bool:
             return bool(value)
         raise _reject("true or false", value)
 

@@ -56,13 +56,15 @@ def option(
     *,
     section: str = "",
     aliases: tuple[str, ...] = (),
+    optional: bool | None = None,
     secret: bool = False,
 ) -> T:
     """A dataclass field with an :class:`Option`; ``text`` is its help.
 
-    A default of None makes None a value.
+    None is a value where it is the default, or where ``optional`` says so.
     """
-    made = Option(kind, text, section, aliases, default is None, secret)
+    nullable = default is None if optional is None else optional
+    made = Option(kind, text, section, aliases, nullable, secret)
     metadata, hashable = {"option": made}, not isinstance(kind, Biases)
     return dataclasses.field(default=default, metadata=metadata, repr=not secret, hash=hashable)
 
@@ -87,14 +89,15 @@ def canonical(
     """
     options, aliases = options_of(cls), aliases_of(cls)
     found: dict[str, Any] = {}
+    keys: dict[str, str] = {}
     for key, value in values.items():
         name = aliases.get(key, key)
         if name not in options:
             hint = nearest(str(key), [*options, *aliases, *also])
             raise error(f"unknown {cls.__name__} setting '{key}' (value {shown(value)}){hint}", key)
         if name in found:
-            raise error(f"'{key}' and '{name}' are one setting, given twice; keep one", name)
-        found[name] = value
+            raise error(f"'{keys[name]}' and '{key}' are one setting given twice; keep one", name)
+        found[name], keys[name] = value, key
     return found
 
 

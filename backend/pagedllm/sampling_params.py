@@ -90,7 +90,10 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = option((), _IDS, "end the answer at any of these tokens")
     ignore_eos: bool = option(False, Boolean(), "generate on past the model's own end token")
     max_tokens: int | None = option(
-        16, Integer(low=1), "most tokens to generate; none: as many as the model's length allows"
+        16,
+        Integer(low=1),
+        "most tokens to generate; none: as many as the model's length allows",
+        optional=True,
     )
     min_tokens: int = option(0, Integer(low=0), "no end token or stop before this many tokens")
     logprobs: int | None = option(
