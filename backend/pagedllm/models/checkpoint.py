@@ -1,0 +1,148 @@
+"""Finds a checkpoint's folder, its weights and its configuration.
+
+Owner: models. Invariants: nothing is unpickled and no code of a checkpoint runs without
+``trust_remote_code``; whatever is missing or broken is one clear error before any weights
+are read.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pagedllm.errors import ModelNotFoundError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_INDEX = "model.safetensors.index.json"
+_WEIGHTS = "model.safetensors"
+_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+# What a model needs of a repository; weights in other formats stay there.
+_WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A folder with a model in it."""
+
+    folder: Path
+    config: Any
+    """Of transformers."""
+    files: tuple[Path, ...]
+    """Shards, in safetensors."""
+
+
+def open_checkpoint(
+    path: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> Checkpoint:
+    """Check a folder, or a repository on the Hugging Face Hub, and read its configuration.
+
+    Raises:
+        ModelNotFoundError: there is none, or a file of it is missing.
+        UnsupportedModelError: transformers does not know what the configuration describes.
+    """
+    folder = _folder(path, revision, trust_remote_code)
+    raw = _read_json(folder / "config.json")
+    files = _weight_files(folder)
+    return Checkpoint(folder, _config(folder, raw, trust_remote_code), files)
+
+
+def _folder(path: str, revision: str | None, trust_remote_code: bool) -> Path:
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise ModelNotFoundError(f"{path} is a file; give the folder that holds config.json")
+    if path.startswith((".", "/", "~")) or path.count("/") > 1:
+        raise ModelNotFoundError(f"there is no folder {path}")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    wanted = [*_WANTED, "*.py"] if trust_remote_code else _WANTED
+    try:
+        return Path(snapshot_download(path, revision=revision, allow_patterns=wanted))
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        raise ModelNotFoundError(
+            f"{path!r} is neither a folder here nor a model that could be fetched from the "
+            f"Hugging Face Hub ({reason})"
+        ) from error
+
+
+def _weight_files(folder: Path) -> tuple[Path, ...]:
+    if (folder / _INDEX).is_file():
+        index = _read_json(folder / _INDEX)
+        names = sorted(set(index.get("weight_map", {}).values()))
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing or not names:
+            raise ModelNotFoundError(
+                f"{folder} lacks {len(missing)} of the {len(names)} weight files in its index: "
+                f"{', '.join(missing[:3])}; download them again"
+            )
+        return tuple(folder / name for name in names)
+    if (folder / _WEIGHTS).is_file():
+        return (folder / _WEIGHTS,)
+    pickled = sorted(p.name for pattern in _PICKLED for p in folder.glob(pattern))
+    if pickled:
+        raise ModelNotFoundError(
+            f"the weights of {folder} are pickled ({pickled[0]}), which can run code when "
+            "loaded; convert them with transformers: "
+            f"AutoModelForCausalLM.from_pretrained({str(folder)!r}).save_pretrained(...)"
+        )
+    raise ModelNotFoundError(f"{folder} has no weights: no {_WEIGHTS} and no {_INDEX}")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelNotFoundError(
+            f"{path.parent} is no model folder: it has no {path.name}"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ModelNotFoundError(f"{path} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelNotFoundError(f"{path} holds no JSON object")
+    return value
+
+
+def _config(folder: Path, raw: dict[str, Any], trust_remote_code: bool) -> Any:
+    from transformers import AutoConfig, __version__
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind = raw.get("model_type")
+    if kind not in CONFIG_MAPPING and not (trust_remote_code and "auto_map" in raw):
+        named = f"the model type {kind!r}" if kind else "no model_type"
+        hint = "a newer transformers may"
+        if "auto_map" in raw:
+            hint = "trust_remote_code=True would run the code that comes with the model"
+        raise UnsupportedModelError(
+            f"{folder} has {named}, which transformers {__version__} does not know; {hint}"
+        )
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:  # noqa: BLE001  (validators raise what they like)
+        raise UnsupportedModelError(f"{folder / 'config.json'} is not valid: {error}") from error
+
+
+def eos_token_ids(*configs: Any) -> frozenset[int]:
+    """Return the end tokens of the first configuration that names any."""
+    for config in configs:
+        value = getattr(config, "eos_token_id", None)
+        if isinstance(value, int):
+            return frozenset({value})
+        if isinstance(value, (list, tuple)) and value:
+            return frozenset(int(token) for token in value)
+    return frozenset()
+
+
+def generation_config(folder: Path) -> Any:
+    """Return a folder's generation configuration; None when it has none."""
+    if not (folder / "generation_config.json").is_file():
+        return None
+    from transformers import GenerationConfig
+
+    return GenerationConfig.from_pretrained(folder)

@@ -1,0 +1,72 @@
+"""Loads a transformers model for the generic tier.
+
+Owner: models. Invariant: a model whose weights are not all in its checkpoint is refused:
+transformers would fill the rest with random numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+from pagedllm.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+    from transformers import PreTrainedModel
+
+    from pagedllm.models.checkpoint import Checkpoint
+
+
+def load_transformers(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    trust_remote_code: bool,
+    progress: bool,
+) -> PreTrainedModel:
+    """Build a checkpoint's own class with its weights.
+
+    Raises:
+        UnsupportedModelError: transformers cannot load it here, or weights are missing.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with _bars(progress):
+            model, report = AutoModelForCausalLM.from_pretrained(
+                checkpoint.folder,
+                config=checkpoint.config,
+                dtype=dtype,
+                attn_implementation="eager",
+                use_safetensors=True,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+            )
+            model = model.to(device)
+    except (ImportError, OSError, ValueError, RuntimeError, NotImplementedError) as error:
+        reason = " ".join(str(error).split())
+        raise UnsupportedModelError(f"transformers cannot load it here: {reason}") from error
+    missing = sorted(report["missing_keys"]) + sorted(str(k) for k in report["mismatched_keys"])
+    if missing:
+        raise UnsupportedModelError(
+            f"its checkpoint lacks {len(missing)} of its weights, such as {missing[0]}"
+        )
+    loaded: PreTrainedModel = model
+    return loaded
+
+
+@contextlib.contextmanager
+def _bars(shown: bool) -> Iterator[None]:
+    """Show or hide transformers' progress bars for a while."""
+    from transformers.utils import logging as hub_logging
+
+    before: Any = hub_logging.is_progress_bar_enabled()
+    (hub_logging.enable_progress_bar if shown else hub_logging.disable_progress_bar)()
+    try:
+        yield
+    finally:
+        (hub_logging.enable_progress_bar if before else hub_logging.disable_progress_bar)()

@@ -1,0 +1,72 @@
+"""Chooses the dtype that a model computes in.
+
+Owner: models. Invariant: a choice that differs from the checkpoint's own dtype is logged
+with its reason.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from pagedllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+_NAMES = {
+    "float32": "float32",
+    "float": "float32",
+    "fp32": "float32",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+    "float16": "float16",
+    "half": "float16",
+    "fp16": "float16",
+}
+
+
+def choose_dtype(
+    wanted: str | torch.dtype, stored: torch.dtype | str | None, device: torch.device
+) -> torch.dtype:
+    """Return the dtype of weights and activations.
+
+    Args:
+        wanted: a dtype, its name, or ``auto`` for the checkpoint's own.
+        stored: the checkpoint's dtype; None when it does not say.
+        device: where the model will run.
+
+    ``auto`` widens fp16 to fp32 on a CPU: few CPUs multiply in fp16, and bf16, which they
+    do multiply in, has three bits fewer than the weights.
+
+    Raises:
+        ConfigError: ``wanted`` is no dtype that a model can run in.
+    """
+    import torch
+
+    allowed = (torch.float32, torch.bfloat16, torch.float16)
+    if isinstance(stored, str):
+        stored = getattr(torch, stored.removeprefix("torch."), None)
+    if wanted == "auto":
+        if stored == torch.float16 and device.type == "cpu":
+            logger.info(
+                "dtype: float32, since the checkpoint's float16 is slow on a CPU; "
+                "dtype='bfloat16' takes half the memory and rounds the weights"
+            )
+            return torch.float32
+        if stored is None or stored not in allowed:
+            if stored is not None:
+                logger.info("dtype: float32, since a model cannot run in %s", stored)
+            return torch.float32
+        return stored
+    chosen = wanted
+    if isinstance(wanted, str):
+        name = _NAMES.get(wanted.removeprefix("torch."))
+        chosen = wanted if name is None else getattr(torch, name)
+    if isinstance(chosen, str) or chosen not in allowed:
+        raise ConfigError(
+            f"dtype is {wanted!r}; it must be auto, float32, bfloat16 or float16", "dtype"
+        )
+    return chosen

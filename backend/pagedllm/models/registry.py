@@ -1,0 +1,185 @@
+"""Loads a model into a tier: native, generic, or refused with the reason.
+
+Owner: models. Invariants: ``auto`` takes the native tier for a model that it understands in
+full, else the generic one, and logs why; a tier that the caller names is used or refused.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from pagedllm.errors import ConfigError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+    from transformers import PreTrainedModel
+
+    from pagedllm.models.base import PagedModel
+    from pagedllm.models.spec import DecoderSpec
+
+logger = logging.getLogger(__name__)
+
+_TIERS = ("auto", "native", "generic")
+
+
+def load_model(
+    path: str,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "cpu",
+    model_impl: str = "auto",
+    trust_remote_code: bool = False,
+    attention: str = "auto",
+    revision: str | None = None,
+    progress: bool = False,
+) -> PagedModel:
+    """Load a model from a folder or from the Hugging Face Hub.
+
+    Args:
+        path: a folder with config.json and safetensors, or a repository's name.
+        dtype: of weights and activations; ``auto`` is the checkpoint's own.
+        device: where it runs.
+        model_impl: ``auto``, ``native`` or ``generic``.
+        trust_remote_code: whether code that comes with the model may run.
+        attention: a name from :func:`pagedllm_kernels.attention_backends`, or ``auto``.
+        revision: branch, tag or commit of a repository.
+        progress: whether a bar shows the loading.
+
+    Raises:
+        ModelNotFoundError: there is no such model, or a file of it is missing.
+        UnsupportedModelError: it cannot be run correctly; the message names its class.
+        ConfigError: a setting has a wrong value.
+    """
+    import torch
+    from pagedllm_kernels import select_attention
+
+    from pagedllm.models.checkpoint import eos_token_ids, generation_config, open_checkpoint
+    from pagedllm.models.precision import choose_dtype
+    from pagedllm.models.support import check_supported
+
+    _check_tier(model_impl)
+    place = torch.device(device)
+    checkpoint = open_checkpoint(path, revision=revision, trust_remote_code=trust_remote_code)
+    config = checkpoint.config
+    architecture = check_supported(config, trust_remote_code=trust_remote_code)
+    chosen = choose_dtype(dtype, getattr(config, "dtype", None), place)
+    backend = _attention(select_attention, place, chosen, attention)
+    eos = eos_token_ids(generation_config(checkpoint.folder), config)
+
+    def native(spec: DecoderSpec) -> PagedModel:
+        from pagedllm.models.decoder import NativeModel
+        from pagedllm.models.sources import SafetensorsSource
+        from pagedllm.models.weights import load_weights
+
+        with SafetensorsSource(checkpoint.files, chosen, place) as source:
+            return NativeModel(spec, load_weights(spec, source, _bar(progress)), backend, eos)
+
+    def generic() -> PagedModel:
+        from pagedllm.models.generic import GenericModel
+        from pagedllm.models.hub import load_transformers
+
+        model = load_transformers(
+            checkpoint, chosen, place, trust_remote_code=trust_remote_code, progress=progress
+        )
+        return GenericModel(model, backend, eos)
+
+    return _in_tier(config, architecture, model_impl, native, generic)
+
+
+def wrap_model(
+    model: PreTrainedModel, *, model_impl: str = "auto", attention: str = "auto"
+) -> PagedModel:
+    """Run a transformers model that the caller already holds; its weights are shared.
+
+    The model stays usable. In the native tier its separate projections become views of
+    merged tensors, with the same values.
+
+    Raises:
+        UnsupportedModelError: it cannot be run correctly; the message names its class.
+        ConfigError: a setting has a wrong value.
+    """
+    from pagedllm_kernels import select_attention
+
+    from pagedllm.models.checkpoint import eos_token_ids
+    from pagedllm.models.support import check_class, plain_model
+
+    _check_tier(model_impl)
+    architecture = check_class(type(model), model.config)
+    backend = _attention(select_attention, model.device, model.dtype, attention)
+    eos = eos_token_ids(getattr(model, "generation_config", None), model.config)
+
+    def native(spec: DecoderSpec) -> PagedModel:
+        from pagedllm.models.decoder import NativeModel
+        from pagedllm.models.sources import ModuleSource
+        from pagedllm.models.weights import load_weights
+
+        plain_model(model)
+        return NativeModel(spec, load_weights(spec, ModuleSource(model)), backend, eos)
+
+    def generic() -> PagedModel:
+        from pagedllm.models.generic import GenericModel, shared_copy
+
+        return GenericModel(shared_copy(model), backend, eos)
+
+    return _in_tier(model.config, architecture, model_impl, native, generic)
+
+
+def _in_tier(
+    config: Any,
+    architecture: str,
+    model_impl: str,
+    native: Callable[[DecoderSpec], PagedModel],
+    generic: Callable[[], PagedModel],
+) -> PagedModel:
+    """Build the model in the first tier that takes it; see :func:`load_model`."""
+    from pagedllm.models.families import spec_from_config
+
+    if model_impl != "generic":
+        try:
+            spec = spec_from_config(config)
+            if spec is not None:
+                loaded = native(spec)
+                logger.info("model: %s in the native tier", architecture)
+                return loaded
+            reason = "there is no native decoder for it"
+        except UnsupportedModelError as error:
+            reason = str(error)
+        if model_impl == "native":
+            raise UnsupportedModelError(
+                f"{architecture} cannot run in the native tier: {reason}; "
+                "model_impl='auto' tries the generic one"
+            )
+        logger.info("model: %s goes to the generic tier: %s", architecture, reason)
+    try:
+        loaded = generic()
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{architecture} is not supported: {error}") from error
+    logger.info("model: %s in the generic tier", architecture)
+    return loaded
+
+
+def _check_tier(model_impl: str) -> None:
+    if model_impl not in _TIERS:
+        raise ConfigError(
+            f"model_impl is {model_impl!r}; it must be one of {', '.join(_TIERS)}", "model_impl"
+        )
+
+
+def _attention(select: Any, device: torch.device, dtype: torch.dtype, name: str) -> Any:
+    try:
+        return select(device, dtype, None if name == "auto" else name)
+    except ValueError as error:
+        raise ConfigError(str(error), "attention") from error
+
+
+def _bar(progress: bool) -> Callable[[Any], Any]:
+    """Return what wraps the iteration over layers: a bar, or nothing."""
+    if not progress:
+        return iter
+    from tqdm import tqdm
+
+    # disable=None: silent when the output is not a terminal.
+    return lambda layers: tqdm(layers, desc="Loading weights", unit="layer", disable=None)
