@@ -249,7 +249,13 @@ def test_sizes(given: object, stored: int) -> None:
 
 @pytest.mark.parametrize(
     ("given", "stored"),
-    [("fp16", "float16"), ("half", "float16"), ("BF16", "bfloat16"), ("torch.float32", "float32"), (torch.bfloat16, "bfloat16")],
+    [
+        ("fp16", "float16"),
+        ("half", "float16"),
+        ("BF16", "bfloat16"),
+        ("torch.float32", "float32"),
+        (torch.bfloat16, "bfloat16"),
+    ],
 )
 def test_spellings_of_dtype(given: object, stored: str) -> None:
     assert Config(dtype=given).dtype == stored

@@ -49,6 +49,11 @@ class BenchRequest:
     at: float = 0.0
     """Seconds after the start."""
 
+    def __post_init__(self) -> None:
+        """Refuse what cannot be run. Raises ValueError."""
+        if not self.prompt or min(self.prompt) < 0 or self.out < 1 or self.at < 0:
+            raise ValueError("a request needs token ids, an 'out' of at least 1 and an 'at' from 0")
+
     @property
     def params(self) -> SamplingParams:
         """Greedy and of exactly ``out`` tokens."""
@@ -118,8 +123,13 @@ def run(options: argparse.Namespace) -> int:
     """Measure, print a line of JSON and return the exit status."""
     config = Config.from_cli(options)
     variants = None if options.workload is None else read_workload(Path(options.workload))
-    if variants is not None and options.variant >= len(variants):
-        raise UsageError(f"--variant {options.variant}: {options.workload} has {len(variants)}")
+    if variants is not None:
+        usable = max(1, len(variants) - 1)
+        if options.variant + options.repeat > usable:
+            raise UsageError(
+                f"--variant {options.variant} --repeat {options.repeat} is more than "
+                f"{options.workload} has: {usable} to measure; add variants or lower them"
+            )
     online = options.mode == "throughput" and variants is not None and _arrivals(variants)
     started = time.perf_counter()
     if online:
@@ -142,7 +152,7 @@ def _offline(
 ) -> dict[str, Any]:
     with load_llm(config) as llm:
         load_s = time.perf_counter() - started
-        warm_up, measured = _plan(options, variants, lambda: llm.model_info.vocab_size)
+        warm_up, measured = _plan(options, variants, config.seed or 0, llm.model_info.vocab_size)
         measure = _throughput if options.mode == "throughput" else _latency
         if warm_up:
             measure(llm, warm_up, watch=False)
@@ -198,7 +208,7 @@ async def _online(
 
     async with AsyncLLM(config) as llm:
         load_s = time.perf_counter() - started
-        warm_up, measured = _plan(options, variants, lambda: 0)
+        warm_up, measured = _plan(options, variants, 0, 0)
         if warm_up:
             await _serve(llm, warm_up, at_once=True)
         runs = [await _serve(llm, requests) for requests in measured]
@@ -238,30 +248,29 @@ def _collect(found: Run, request: BenchRequest, output: RequestOutput) -> None:
 
 
 def _plan(
-    options: argparse.Namespace, variants: list[list[BenchRequest]] | None, vocab_size: Any
+    options: argparse.Namespace,
+    variants: list[list[BenchRequest]] | None,
+    seed: int,
+    vocab_size: int,
 ) -> tuple[list[BenchRequest], list[list[BenchRequest]]]:
     """Return the warm-up's requests and each repetition's, all with different tokens."""
-    seed = getattr(options, "Config.seed", None) or "0"
     if variants is None:
-        size = vocab_size()
-        made = [_random(options, size, f"{seed} {index}") for index in range(options.repeat + 1)]
+        made = [_random(options, vocab_size, f"{seed} {run}") for run in range(options.repeat + 1)]
         warm, measured = made[-1], made[:-1]
     else:
-        # The last variant is the warm-up's wherever there is another to measure.
-        last = [options.variant] if len(variants) == 1 else [len(variants) - 1]
-        choice = [index for index in range(len(variants)) if index not in last] or [0]
-        if options.variant in last:
-            choice = [options.variant]
-        first = choice.index(options.variant)
-        order = [choice[(first + each) % len(choice)] for each in range(options.repeat)]
-        warm, measured = variants[last[0]], [variants[index] for index in order]
-        if options.variant in last:
-            warm = [] if len(variants) == 1 else variants[0]
+        # The last variant warms up; where there is one only, its prompts backwards do.
+        measured = variants[:-1] or variants
+        warm = variants[-1] if len(variants) > 1 else _backwards(variants[0])
+        measured = measured[options.variant : options.variant + options.repeat]
     short = [
         BenchRequest(request.prompt, min(request.out, WARM_UP_TOKENS))
         for request in warm[: options.warm_up]
     ]
     return short, measured
+
+
+def _backwards(requests: Sequence[BenchRequest]) -> list[BenchRequest]:
+    return [BenchRequest(request.prompt[::-1], request.out) for request in requests]
 
 
 def _random(options: argparse.Namespace, vocab_size: int, seed: str) -> list[BenchRequest]:

@@ -13,7 +13,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pagedllm.cli.common import CLI_NAME, add_sampling_flags, load_llm, note, sampling_from
+from pagedllm.cli.common import (
+    CLI_NAME,
+    UsageError,
+    add_sampling_flags,
+    load_llm,
+    note,
+    sampling_from,
+)
 from pagedllm.config import Config
 from pagedllm.errors import PagedLLMError
 
@@ -40,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
     """Talk until the input ends; return the exit status."""
     params = sampling_from(options, **DEFAULTS)
     if params.n > 1:
-        raise PagedLLMError("n: a chat has one answer a turn; leave out --n")
+        raise UsageError("a chat has one answer a turn; leave out --n")
     config = Config.from_cli(options)
     with load_llm(config) as llm:
         conversation = Conversation(llm, params, options.system)

@@ -39,11 +39,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         logging.basicConfig(level=logging.DEBUG, format="%(name)s: %(message)s")
     try:
-        status = _dispatch(arguments)
-        sys.stdout.flush()
+        try:
+            status = _dispatch(arguments)
+        except SystemExit as leaving:  # argparse, after --help and --version
+            status = leaving.code if isinstance(leaving.code, int) else 0
+        sys.stdout.flush()  # while a reader that has gone can still be told from other errors
         return status
-    except SystemExit as leaving:  # argparse, after --help and --version
-        return leaving.code if isinstance(leaving.code, int) else 0
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
