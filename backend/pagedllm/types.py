@@ -26,6 +26,8 @@ class Request:
     prompt: str | None = None
     """The text that the tokens came from, when there was one."""
     eos_token_ids: frozenset[int] = frozenset()
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    """``params.bad_words`` as token ids."""
     priority: int = 0
     """Lower runs first under the ``priority`` policy."""
     arrival_time: float = 0.0
@@ -50,6 +52,7 @@ class SlotInit:
     """64-bit base of the sequence's random numbers; with the position of a token it
     determines that token's draw, whatever else is in the batch."""
     eos_token_ids: frozenset[int] = frozenset()
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
