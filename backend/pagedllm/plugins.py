@@ -118,6 +118,7 @@ class PluginManager:
         self._pluggy = pluggy.PluginManager("pagedllm")
         self._pluggy.add_hookspecs(hookspecs)
         self._records: dict[str, PluginRecord] = {}
+        self._reported: set[tuple[str, str]] = set()
         builtin = PluginRecord("local", BUILTIN_DISTRIBUTION, "built-in")
         self._register(builtin, LocalFolders)
         points = (
@@ -142,10 +143,10 @@ class PluginManager:
             return  # one distribution seen twice on sys.path
         try:
             plugin = point.load()
+            version_wanted = getattr(plugin, "PAGEDLLM_API_VERSION", API_VERSION)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - any import may fail anyhow
             self._fail(record, f"it cannot be imported: {_one_line(error)}")
             return
-        version_wanted = getattr(plugin, "PAGEDLLM_API_VERSION", API_VERSION)
         if version_wanted != API_VERSION:
             self._fail(
                 record,
@@ -194,9 +195,9 @@ class PluginManager:
 
     def _fail(self, record: PluginRecord, error: str, status: str = "failed") -> None:
         key = _key(record)
-        known = self._records.get(key)
         self._records[key] = replace(record, status=status, error=error)
-        if known is None or known.error != error:
+        if (key, error) not in self._reported:
+            self._reported.add((key, error))
             logger.warning("Plugin %s is skipped: %s", _describe(record), error)
 
     # --- asking ----------------------------------------------------------------------------

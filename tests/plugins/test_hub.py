@@ -1,0 +1,240 @@
+"""The Hub as a source of models, against a local server that speaks its API."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlparse
+
+import pytest
+
+SHA = "0123456789abcdef0123456789abcdef01234567"
+FILES = {
+    "config.json": b"{}",
+    "tokenizer.json": b"{}",
+    "chat_template.jinja": b"x",
+    "merges.txt": b"m",
+    "tokenizer.model": b"t",
+    "model.safetensors": b"weights",
+    "consolidated.safetensors": b"the weights once more",
+    "pytorch_model.bin": b"pickled",
+    "modeling_custom.py": b"code",
+    "onnx/model.onnx": b"onnx",
+    "onnx/config.json": b"{}",
+    "README.md": b"readme",
+}
+SHARDS = {
+    "config.json": b"{}",
+    "model.safetensors.index.json": json.dumps(
+        {"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}
+    ).encode(),
+    "model-1-of-2.safetensors": b"1",
+    "model-2-of-2.safetensors": b"2",
+}
+REPOSITORIES = {
+    "org/whole": FILES,
+    "org/shards": SHARDS,
+    "org/pickled": {"config.json": b"{}", "pytorch_model.bin": b"pickled"},
+    "org/gguf": {"model.gguf": b"g"},
+    "org/empty": {},
+    "org/adapter": {"adapter_model.safetensors": b"a"},
+}
+ERRORS = {
+    "org/gated": (403, "GatedRepo"),
+    "org/private": (401, "RepoNotFound"),
+    "org/forbidden": (403, ""),
+    "org/busy": (429, ""),
+    "org/down": (503, ""),
+}
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The four routes that huggingface_hub asks: a model, its tree, a file's head and body."""
+
+    def do_GET(self):
+        self.server.asked.append(self.path)
+        path = unquote(urlparse(self.path).path)
+        api = path.startswith("/api/models/")
+        parts = path.removeprefix("/api/models/").strip("/").split("/")
+        repository, rest = "/".join(parts[:2]), parts[2:]
+        if repository in ERRORS:
+            return self.refuse(*ERRORS[repository])
+        if repository not in REPOSITORIES:
+            return self.refuse(404, "RepoNotFound")
+        files = REPOSITORIES[repository]
+        if rest[:1] in (["revision"], ["tree"], ["resolve"]) and rest[1] not in (SHA, "main", "v1"):
+            return self.refuse(404, "RevisionNotFound")
+        if api and rest[:1] == ["tree"]:
+            return self.answer_json(
+                [
+                    {
+                        "type": "file",
+                        "path": name,
+                        "size": len(body),
+                        "oid": hashlib.sha1(body).hexdigest(),
+                    }
+                    for name, body in files.items()
+                ]
+            )
+        if api:
+            siblings = [{"rfilename": name} for name in files]
+            return self.answer_json({"id": repository, "sha": SHA, "siblings": siblings})
+        body = files["/".join(rest[2:])]
+        return self.answer(body, {"ETag": f'"{hashlib.sha1(body).hexdigest()}"'})
+
+    do_HEAD = do_GET
+
+    def answer_json(self, value):
+        self.answer(json.dumps(value).encode(), {"Content-Type": "application/json"})
+
+    def refuse(self, status, code):
+        self.answer(b"", {"X-Error-Code": code} if code else {}, status)
+
+    def answer(self, body, headers, status=200):
+        self.send_response(status)
+        for name, value in {"X-Repo-Commit": SHA, **headers}.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture
+def hub(tmp_path):
+    """Call ``resolve`` on names in a fresh process, since the Hub's address is read once."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.asked = []
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+
+    class Client:
+        asked = server.asked
+        cache = tmp_path / "cache"
+
+        def resolve(self, *calls, offline=False, **settings):
+            code = """
+                import json, sys
+                import pagedllm
+                calls, settings = json.loads(sys.argv[1])
+                config = pagedllm.Config(**settings)
+                for call in calls:
+                    try:
+                        model = pagedllm.resolve_model(*call, config=config)
+                        print(json.dumps([str(model.path), model.revision, model.name]))
+                    except pagedllm.ModelNotFoundError as error:
+                        print(json.dumps(str(error)))
+            """
+            calls = [[call] if isinstance(call, str) else call for call in calls]
+            environment = os.environ | {
+                "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+                "HF_HOME": str(tmp_path / "home"),
+                "HF_HUB_OFFLINE": str(int(offline)),
+                "HF_HUB_DISABLE_XET": "1",
+            }
+            run = subprocess.run(
+                [
+                    sys.executable,
+                    "-c",
+                    textwrap.dedent(code),
+                    json.dumps([calls, {"download_dir": str(self.cache), **settings}]),
+                ],
+                env=environment,
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=120,
+            )
+            self.stderr = run.stderr
+            return [json.loads(line) for line in run.stdout.splitlines()]
+
+    yield Client()
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def names_in(folder):
+    return {str(p.relative_to(folder)) for p in Path(folder).rglob("*") if p.is_file()}
+
+
+def test_safetensors_configuration_and_tokenizer_are_all_that_is_downloaded(hub):
+    [[path, revision, name]] = hub.resolve("org/whole")
+    assert names_in(path) == {
+        "config.json",
+        "tokenizer.json",
+        "chat_template.jinja",
+        "merges.txt",
+        "tokenizer.model",
+        "model.safetensors",
+    }
+    assert (revision, name) == (SHA, "org/whole")
+    assert Path(path).is_relative_to(hub.cache)
+    assert not any("pytorch_model.bin" in asked for asked in hub.asked)
+    assert "\r" not in hub.stderr  # no progress bars where no terminal is
+
+
+def test_code_comes_only_when_it_is_trusted(hub):
+    [[path, *_]] = hub.resolve(["org/whole", "v1"], trust_remote_code=True)
+    assert "modeling_custom.py" in names_in(path)
+
+
+def test_each_failure_says_what_to_do(hub):
+    expected = {
+        "org/missing": ["no model 'org/missing'", "Check the name"],
+        "org/private": ["no model 'org/private'", "hf auth login"],
+        "org/gated": ["gated", "Accept its terms", "hf auth login"],
+        "org/forbidden": ["refuses access", "hf auth login"],
+        "org/busy": ["429", "Wait"],
+        "org/down": ["503", "Try again later"],
+        "org/pickled": ["pytorch_model.bin", "pickled", "safetensors"],
+        "org/gguf": ["no safetensors", "GGUF", "plugin"],
+        "org/empty": ["no safetensors"],
+        "org/adapter": ["config.json"],
+        "org/in valid": ["no name for the Hub"],
+    }
+    messages = hub.resolve(*expected, ["org/whole", "no-such-branch"])
+    for name, message in zip([*expected, "revision"], messages, strict=True):
+        assert isinstance(message, str), name
+        assert "\n" not in message
+        for part in expected.get(name, ["no revision 'no-such-branch'"]):
+            assert part in message, (name, message)
+    assert "Traceback" not in hub.stderr
+
+
+def test_what_is_in_the_cache_works_offline_and_when_the_hub_is_down(hub, monkeypatch):
+    [[path, *_]] = hub.resolve("org/whole")
+    before = len(hub.asked)
+    assert hub.resolve("org/whole", offline=True) == [[path, SHA, "org/whole"]]
+    assert len(hub.asked) == before
+    assert hub.stderr == ""
+    monkeypatch.setitem(ERRORS, "org/whole", (503, ""))
+    assert hub.resolve("org/whole") == [[path, SHA, "org/whole"]]
+    assert "Using the copy of org/whole in the cache. The Hub answered 503" in hub.stderr
+
+
+def test_offline_and_not_in_the_cache(hub):
+    [message] = hub.resolve("org/whole", offline=True)
+    assert "HF_HUB_OFFLINE" in message
+    assert "hf download org/whole" in message
+    assert hub.asked == []
+
+
+def test_snapshot_without_all_its_shards_is_refused_by_name(hub):
+    [[path, *_]] = hub.resolve("org/shards")
+    assert {"model-1-of-2.safetensors", "model-2-of-2.safetensors"} < names_in(path)
+    (Path(path) / "model-2-of-2.safetensors").unlink()
+    [message] = hub.resolve("org/shards", offline=True)
+    assert "hf download org/shards" in message
+    [[again, *_]] = hub.resolve("org/shards")  # a network mends it
+    assert "model-2-of-2.safetensors" in names_in(again)
