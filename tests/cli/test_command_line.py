@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -164,7 +165,8 @@ def test_debug_shows_the_traceback_and_only_then() -> None:
     assert plain.returncode == 2
     assert "Traceback" not in plain.stderr
     debug = _run("generate", "--top-p", "2", "x", "--debug")
-    assert debug.returncode != 0
+    assert debug.returncode == 2
+    assert debug.stderr.endswith(plain.stderr)
     assert "Traceback" in debug.stderr
     assert "ValidationError" in debug.stderr
 
@@ -236,7 +238,11 @@ def test_errors_of_a_command_are_one_line_with_the_right_status() -> None:
 
 @pytest.mark.parametrize("argument", ["plugins", "--version"])
 def test_a_reader_that_goes_away_is_no_error(argument: str) -> None:
-    process = subprocess.Popen([*COMMAND, argument], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    # Buffered, as a shell has it: only then does the error come as late as it can.
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+    process = subprocess.Popen(
+        [*COMMAND, argument], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+    )
     assert process.stdout is not None
     process.stdout.close()
     _, errors = process.communicate(timeout=60)

@@ -60,8 +60,8 @@ def run(options: argparse.Namespace) -> int:
                 break
             if text == "/reset":
                 conversation.reset()
-            elif text == "/help":
-                note(HELP)
+            elif text.startswith("/") and " " not in text:
+                note(HELP if text == "/help" else f"There is no {text}. {HELP}")
             elif text:
                 _turn(conversation, text, interactive=interactive)
     return 0

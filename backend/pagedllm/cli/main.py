@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import traceback
 from typing import TYPE_CHECKING
 
 from pagedllm.cli.common import CLI_NAME, Parser, UsageError
@@ -37,7 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.remove("--debug")
         import logging
 
-        logging.basicConfig(level=logging.DEBUG, format="%(name)s: %(message)s")
+        # Not DEBUG for everyone: numba alone would log each instruction it compiles.
+        logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+        logging.getLogger("pagedllm").setLevel(logging.DEBUG)
     try:
         try:
             status = _dispatch(arguments)
@@ -53,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return BROKEN_PIPE
     except Exception as error:
         if debug:
-            raise
+            traceback.print_exception(error)
         return _report(error)
 
 
