@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader has gone; without this Python complains once more when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - the last resort of the program
         if debug:
             traceback.print_exception(error)
         return _report(error)
