@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from pagedllm_kernels.types import AttentionMetadata
 
 from pagedllm.models.base import DeviceBatch
+from pagedllm_kernels.types import AttentionMetadata
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

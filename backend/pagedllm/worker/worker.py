@@ -23,13 +23,12 @@ from pagedllm.worker.slot import SlotState
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pagedllm_kernels.types import LayerCache
-
     from pagedllm.config import Config
     from pagedllm.models.base import PagedModel
     from pagedllm.types import Row, ScheduleStep, TokenLogprobs
     from pagedllm.worker.batch import LogitRows
     from pagedllm.worker.sampler import Sampled
+    from pagedllm_kernels.types import LayerCache
 
 
 class Worker:
@@ -119,8 +118,9 @@ class Worker:
             logits = logits[list(where.last)]
         drawn = self._sampler.sample(logits, states)
         for state, result in zip(states, drawn, strict=True):
-            if not isinstance(result, Exception):
-                state.append(result.token_id)
+            # A row that failed gets any token, for the steps that were submitted behind it;
+            # the engine drops their results.
+            state.append(0 if isinstance(result, Exception) else result.token_id)
         return dict(zip(where.sampling, drawn, strict=True))
 
     def _prompt_logprobs(

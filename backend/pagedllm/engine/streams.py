@@ -1,0 +1,140 @@
+"""Iterators over a request's growing output, for plain code and for asyncio.
+
+Owner: the consumer that iterates. Invariants: an iterator waits for changes and then takes
+a snapshot, so changes that came faster than it reads arrive together and nothing queues
+up; whoever stops reading before the end aborts the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import TYPE_CHECKING
+
+from pagedllm.engine.requests import Cursor
+from pagedllm.errors import RequestAbortedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+    from typing import Self
+
+    from pagedllm.engine.loop import EngineLoop
+    from pagedllm.engine.requests import RequestState
+    from pagedllm.outputs import RequestOutput
+
+    Listener = Callable[[RequestState], None]
+    Submit = Callable[[Listener], RequestState]
+
+
+class _Stream:
+    """What both iterators share."""
+
+    def __init__(self, loop: EngineLoop, submit: Submit, listener: Listener) -> None:
+        self._loop = loop
+        # Bound to the facade: an engine lives as long as somebody reads from it.
+        self._submit = submit
+        self._state = submit(listener)
+        self._cursor = Cursor()
+        self._over = False
+
+    @property
+    def request_id(self) -> str:
+        """The id to abort it by."""
+        return self._state.request.request_id
+
+    def _take(self) -> RequestOutput:
+        """Return what is new; the last output ends the iteration, an error is raised."""
+        output = self._state.snapshot(self._cursor)
+        self._over = output.finished
+        if output.error is not None and not isinstance(output.error, RequestAbortedError):
+            raise output.error
+        return output
+
+    def _stop(self) -> None:
+        if not self._over:
+            self._over = True
+            self._loop.abort(self.request_id)
+
+    def __del__(self) -> None:
+        if not getattr(self, "_over", True):
+            self._stop()
+
+
+class OutputStream(_Stream):
+    """Iterates over snapshots of one request's output."""
+
+    def __init__(self, loop: EngineLoop, submit: Submit) -> None:
+        changed = threading.Event()
+        super().__init__(loop, submit, lambda _: changed.set())
+        self._changed = changed
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> RequestOutput:
+        """Wait for a change. Raises EngineError when the request failed."""
+        if self._over:
+            raise StopIteration
+        self._changed.wait()
+        self._changed.clear()
+        return self._take()
+
+    def close(self) -> None:
+        """Abort the request, unless it has ended."""
+        self._stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class AsyncOutputStream(_Stream):
+    """Iterates over snapshots of one request's output, in the running event loop."""
+
+    def __init__(self, loop: EngineLoop, submit: Submit) -> None:
+        events = asyncio.get_running_loop()
+        changed = asyncio.Event()
+        pending = threading.Event()
+
+        def wake() -> None:
+            pending.clear()
+            changed.set()
+
+        def listener(_: RequestState) -> None:
+            # One wake-up at a time: a loop that is slow to run is not flooded with them.
+            if not pending.is_set():
+                pending.set()
+                try:
+                    events.call_soon_threadsafe(wake)
+                except RuntimeError:  # the event loop is closed, and nobody reads any more
+                    pending.clear()
+
+        super().__init__(loop, submit, listener)
+        self._changed = changed
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        """Wait for a change. Raises EngineError when the request failed."""
+        if self._over:
+            raise StopAsyncIteration
+        try:
+            await self._changed.wait()
+        except BaseException:  # cancelled: nobody waits for the rest
+            self._stop()
+            raise
+        self._changed.clear()
+        return self._take()
+
+    async def aclose(self) -> None:
+        """Abort the request, unless it has ended."""
+        self._stop()

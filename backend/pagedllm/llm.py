@@ -1,0 +1,522 @@
+"""The facade: a model that one calls, from plain code or from asyncio.
+
+Owner: the public API. Invariants: both classes are thin clients of one
+:class:`~pagedllm.engine.loop.EngineLoop`, so any thread may call them and all their
+requests share batches; ``close()``, leaving a ``with`` block, garbage collection and the
+interpreter's exit each give all memory back.
+"""
+
+from __future__ import annotations
+
+import gc
+import queue
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pagedllm.config import Config
+from pagedllm.engine.intake import Intake
+from pagedllm.engine.loop import EngineLoop
+from pagedllm.engine.requests import RequestState
+from pagedllm.engine.streams import AsyncOutputStream, OutputStream
+from pagedllm.engine.text import load_tokenizer
+from pagedllm.errors import ConfigError, RequestAbortedError, ValidationError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+    from typing import Self
+
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from pagedllm.engine.intake import Prompt
+    from pagedllm.executors.base import Executor
+    from pagedllm.metrics import EngineStats
+    from pagedllm.models.base import PagedModel
+    from pagedllm.outputs import RequestOutput
+    from pagedllm.sampling_params import SamplingParams
+    from pagedllm.types import ModelInfo, Request
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class _Client:
+    """What :class:`LLM` and :class:`AsyncLLM` share: an engine, its tokenizer, its intake."""
+
+    def __init__(self, model: str | Config | None = None, **settings: Any) -> None:
+        """Load a model and start its engine.
+
+        Args:
+            model: a name, a folder, or a whole :class:`Config`.
+            settings: fields of :class:`Config`, which win over those of a given one.
+
+        Raises:
+            ConfigError: a setting is unknown, wrong, or cannot be had here.
+            ModelNotFoundError: there is no such model.
+            UnsupportedModelError: it cannot be run correctly.
+        """
+        config = _config(model, settings)
+        from pagedllm.plugins import get_manager
+
+        manager = get_manager(config.plugins_allow, config.plugins_block)
+        resolved = manager.resolve_model(
+            config.model, config.revision, token=config.token, config=config
+        )
+        load = partial(_load_model, config, str(resolved.path))
+        executor = _make_executor(config, load)
+        tokenizer = None
+        if not config.skip_tokenizer_init:
+            tokenizer = load_tokenizer(
+                config.tokenizer or str(resolved.path),
+                trust_remote_code=config.trust_remote_code,
+                revision=config.revision if config.tokenizer is None else None,
+            )
+        self._start(config, executor, tokenizer)
+
+    @classmethod
+    def from_model(
+        cls,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        **settings: Any,
+    ) -> Self:
+        """Serve a transformers model that is loaded already; its weights are shared.
+
+        Args:
+            model: a decoder-only model; its dtype and device are used.
+            tokenizer: without one, token ids go in and out.
+            settings: fields of :class:`Config`; ``model``, ``dtype`` and ``device`` are the
+                model's own.
+
+        Raises:
+            ConfigError, UnsupportedModelError: as the constructor does.
+        """
+        for name in ("model", "dtype", "device", "tokenizer", "revision"):
+            if name in settings:
+                raise ConfigError(f"{name}: the given model decides it; leave it out", name)
+        config = Config(
+            model=model.config.name_or_path or type(model).__name__,
+            dtype=str(model.dtype).removeprefix("torch."),
+            device=str(model.device),
+            skip_tokenizer_init=tokenizer is None,
+            **settings,
+        ).resolve()
+        self = cls.__new__(cls)
+        self._start(config, _make_executor(config, partial(_wrap, config, model)), tokenizer)
+        return self
+
+    def _start(
+        self, config: Config, executor: Executor, tokenizer: PreTrainedTokenizerBase | None
+    ) -> None:
+        self.config = config
+        self._loop = EngineLoop(config, executor)
+        self._tokenizer = tokenizer
+        self._intake = Intake(config, self._loop.info, tokenizer)
+        # Runs when the last reference goes, and at exit.
+        self._finalizer = weakref.finalize(self, EngineLoop.close, self._loop)
+
+    @property
+    def model_info(self) -> ModelInfo:
+        """Sizes and names of the loaded model and its cache."""
+        return self._loop.info
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer. Raises ConfigError with ``skip_tokenizer_init``."""
+        if self._tokenizer is None:
+            raise ConfigError(
+                "the engine has no tokenizer; start it without skip_tokenizer_init",
+                "skip_tokenizer_init",
+            )
+        return self._tokenizer
+
+    def stats(self) -> EngineStats:
+        """Counters, and the batch and cache at this moment. Raises EngineClosedError."""
+        return self._loop.call(lambda engine: engine.stats())
+
+    def health(self) -> str | None:
+        """None when requests can be served, else one line that says why not."""
+        if self._loop.closed:
+            return "the engine is closed"
+        return self._loop.call(lambda engine: engine.health())
+
+    def _submit(self, request: Request, listener: Callable[[RequestState], None]) -> RequestState:
+        state = RequestState(request, self._tokenizer, listener)
+        limit = self._intake.max_tokens(len(request.prompt_token_ids), request.params)
+        self._loop.add(state, limit)
+        return state
+
+    def _close(self) -> None:
+        self._finalizer()
+        gc.collect()
+        _return_heap()
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._loop.closed
+
+
+class LLM(_Client):
+    """A model behind an engine, for plain synchronous code.
+
+    Any thread may call any method; requests of all threads share batches. Works in a
+    script without a ``__main__`` guard and in a notebook: nothing is forked or spawned.
+
+    Example::
+
+        with LLM("smollm2") as llm:
+            print(llm.generate("The capital of France is")[0].outputs[0].text)
+    """
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: int | Sequence[int] = 0,
+        cache_salt: str = "",
+    ) -> list[RequestOutput]:
+        """Generate for one prompt or many, as one batch.
+
+        Args:
+            prompts: text or token ids, or a list of either.
+            sampling_params: one for all, or one for each prompt.
+            use_tqdm: show a progress bar, when standard error is a terminal.
+            priority: one for all or one each; lower runs first under
+                ``scheduling_policy='priority'``.
+            cache_salt: prompts share cached prefixes only with prompts of the same salt.
+
+        Returns:
+            one output for each prompt, in their order.
+
+        Raises:
+            ValidationError: a request cannot be served; then none of them was started.
+            EngineError: a request failed; its ``outputs`` attribute has all that there is.
+        """
+        many = _as_list(prompts)
+        params = _each(sampling_params, len(many), "sampling_params")
+        priorities = _each(priority, len(many), "priority")
+        requests = []
+        for index, prompt in enumerate(many):
+            try:
+                requests.append(
+                    self._intake.request(
+                        prompt, params[index], priority=priorities[index], cache_salt=cache_salt
+                    )
+                )
+            except ValidationError as error:
+                if len(many) == 1:
+                    raise
+                raise type(error)(f"prompt {index}: {error}", error.parameter) from error
+        return self._run(requests, use_tqdm=use_tqdm)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        use_tqdm: bool = True,
+        **template_options: Any,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or several as one batch.
+
+        Args:
+            messages: ``[{"role": "user", "content": "..."}]``, or a list of such lists.
+            sampling_params: one for all, or one for each conversation.
+            tools: JSON schemas of functions for the model's chat template.
+            chat_template: Jinja text in place of the model's own.
+            use_tqdm: show a progress bar, when standard error is a terminal.
+            template_options: ``add_generation_prompt``, ``continue_final_message`` and
+                whatever else the template knows.
+
+        Returns, Raises: as :meth:`generate`.
+        """
+        many = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        prompts: list[list[int]] = [
+            self._intake.chat(
+                conversation,  # type: ignore[arg-type]  # told apart by their first element
+                tools=tools,
+                chat_template=chat_template,
+                **template_options,
+            )
+            for conversation in many
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> OutputStream:
+        """Start a request and return an iterator over its growing output.
+
+        Each item is a snapshot; ``outputs[0].text_delta`` is what it adds. Closing the
+        iterator, or dropping it, aborts the request.
+
+        Raises:
+            ValidationError: at once, when the request cannot be served.
+        """
+        request = self._intake.request(
+            prompt, sampling_params, request_id=request_id, priority=priority, cache_salt=cache_salt
+        )
+        return OutputStream(self._loop, partial(self._submit, request))
+
+    def chat_stream(
+        self,
+        messages: Messages,
+        sampling_params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        **template_options: Any,
+    ) -> OutputStream:
+        """Answer a conversation as :meth:`stream` does."""
+        prompt = self._intake.chat(
+            messages, tools=tools, chat_template=chat_template, **template_options
+        )
+        return self.stream(prompt, sampling_params)
+
+    def abort(self, request_id: str) -> None:
+        """End a request of another thread; what it has so far is its result."""
+        self._loop.abort(request_id)
+
+    def _run(self, requests: Sequence[Request], *, use_tqdm: bool) -> list[RequestOutput]:
+        finished: queue.SimpleQueue[RequestState] = queue.SimpleQueue()
+
+        def listener(state: RequestState) -> None:
+            if state.finished:
+                finished.put(state)
+
+        states: list[RequestState] = []
+        try:
+            for request in requests:
+                states.append(self._submit(request, listener))
+            _await_all(finished, len(states), use_tqdm=use_tqdm)
+        except BaseException:  # Ctrl-C, mostly: nobody waits for these any more
+            for state in states:
+                self._loop.abort(state.request.request_id)
+            raise
+        outputs = [state.snapshot() for state in states]
+        for output in outputs:
+            if output.error is not None and not isinstance(output.error, RequestAbortedError):
+                output.error.outputs = outputs  # type: ignore[attr-defined]
+                raise output.error
+        return outputs
+
+    def close(self) -> None:
+        """Free the model, its cache and its thread; unfinished requests fail. Idempotent."""
+        self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class AsyncLLM(_Client):
+    """A model behind an engine, for asyncio.
+
+    The constructor loads the model and blocks; :meth:`create` does so in a thread.
+
+    Example::
+
+        async with await AsyncLLM.create("smollm2") as llm:
+            async for output in llm.generate("Once upon a time"):
+                print(output.outputs[0].text_delta, end="")
+    """
+
+    @classmethod
+    async def create(cls, model: str | Config | None = None, **settings: Any) -> Self:
+        """Construct without blocking the event loop."""
+        import asyncio
+
+        return await asyncio.to_thread(cls, model, **settings)
+
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> AsyncOutputStream:
+        """Return an async iterator over a request's growing output.
+
+        Each item is a snapshot; ``outputs[0].text_delta`` is what it adds. Cancelling the
+        task that waits for an item aborts the request; so does closing or dropping the
+        iterator.
+
+        Raises:
+            ValidationError: at once, when the request cannot be served.
+        """
+        request = self._intake.request(
+            prompt, sampling_params, request_id=request_id, priority=priority, cache_salt=cache_salt
+        )
+        return AsyncOutputStream(self._loop, partial(self._submit, request))
+
+    def chat(
+        self,
+        messages: Messages,
+        sampling_params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        request_id: str | None = None,
+        **template_options: Any,
+    ) -> AsyncOutputStream:
+        """Answer a conversation as :meth:`generate` does."""
+        prompt = self._intake.chat(
+            messages, tools=tools, chat_template=chat_template, **template_options
+        )
+        return self.generate(prompt, sampling_params, request_id=request_id)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; its iterator's last item says ``finish_reason='abort'``."""
+        self._loop.abort(request_id)
+
+    async def aclose(self) -> None:
+        """Close without blocking the event loop."""
+        import asyncio
+
+        await asyncio.to_thread(self._close)
+
+    def close(self) -> None:
+        """Free the model, its cache and its thread; unfinished requests fail. Idempotent."""
+        self._close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+
+def _config(model: str | Config | None, settings: Mapping[str, Any]) -> Config:
+    if isinstance(model, Config):
+        config = model.replace(**settings) if settings else model
+    elif model is None:
+        config = Config(**settings)
+    elif isinstance(model, (str, Path)):
+        config = Config(model=str(model), **settings)
+    else:
+        raise ConfigError(
+            f"model must be a name, a folder or a Config, not {type(model).__name__}; for a "
+            f"loaded transformers model use from_model()",
+            "model",
+        )
+    return config.resolve()
+
+
+def _make_executor(config: Config, load: Callable[[], PagedModel]) -> Executor:
+    if config.executor in ("auto", "inline"):
+        from pagedllm.executors.inline import InlineExecutor
+
+        return InlineExecutor(config, load)
+    from pagedllm.plugins import get_manager
+
+    manager = get_manager(config.plugins_allow, config.plugins_block)
+    executor: Executor | None = manager.create_executor(config.executor, config)
+    if executor is None:
+        raise ConfigError(
+            f"executor: no plugin has one named '{config.executor}'; use 'auto', or install "
+            f"the plugin that provides it",
+            "executor",
+        )
+    return executor
+
+
+def _load_model(config: Config, path: str) -> PagedModel:
+    from pagedllm.models.registry import load_model
+
+    return load_model(
+        path,
+        dtype=config.dtype,
+        device=config.device,
+        model_impl=config.model_impl,
+        trust_remote_code=config.trust_remote_code,
+        attention=config.attention_backend,
+        progress=sys.stderr.isatty(),
+    )
+
+
+def _wrap(config: Config, model: PreTrainedModel) -> PagedModel:
+    from pagedllm.models.registry import wrap_model
+
+    return wrap_model(model, model_impl=config.model_impl, attention=config.attention_backend)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Tell one prompt from many: a list of integers is one prompt's token ids."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if hasattr(prompts, "tolist"):  # an array or tensor of one or two dimensions
+        prompts = prompts.tolist()
+    many = list(prompts)
+    if many and all(hasattr(item, "__index__") for item in many):
+        return [many]  # type: ignore[list-item]  # all integers
+    return many  # type: ignore[return-value]  # whatever else they hold, the intake checks
+
+
+def _each(value: Any, number: int, name: str) -> Sequence[Any]:
+    if not isinstance(value, Sequence):
+        return [value] * number
+    if len(value) != number:
+        raise ValidationError(
+            f"{name} has {len(value)} entries for {number} prompts; give one for all or one each",
+            name,
+        )
+    return value
+
+
+def _await_all(finished: queue.SimpleQueue[RequestState], number: int, *, use_tqdm: bool) -> None:
+    bar: Any = None
+    if use_tqdm and number and sys.stderr.isatty():
+        from tqdm import tqdm
+
+        bar = tqdm(total=number, desc="Generating", unit="prompt", dynamic_ncols=True)
+    try:
+        tokens = 0
+        for _ in range(number):
+            state = finished.get()
+            if bar is not None:
+                tokens += sum(len(output.token_ids) for output in state.outputs)
+                elapsed = bar.format_dict["elapsed"] or 1e-9
+                bar.set_postfix_str(f"{tokens / elapsed:.1f} tok/s", refresh=False)
+                bar.update()
+    finally:
+        if bar is not None:
+            bar.close()
+
+
+def _return_heap() -> None:
+    """Ask the C library to give freed memory back to the operating system."""
+    if sys.platform != "linux":
+        return
+    import ctypes
+
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, musl has not
+    if trim is not None:
+        trim(0)

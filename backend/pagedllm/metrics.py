@@ -1,0 +1,109 @@
+"""What the engine counts, and the line it logs now and then.
+
+Owner: the engine's thread. Invariant: counters only grow; :class:`EngineStats` is a frozen
+picture of one moment.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pagedllm.cache.manager import CacheStats
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the engine started."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    """Of the requests that arrived."""
+    computed_tokens: int = 0
+    """Tokens that went through the model, recomputed ones included."""
+    generated_tokens: int = 0
+    steps: int = 0
+    finished: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """The engine at one moment."""
+
+    running: int
+    """Sequences in the batch."""
+    waiting: int
+    """Sequences that wait for a place in it."""
+    preemptions: int
+    requests: int
+    finished: Mapping[str, int]
+    """Requests that ended, by finish reason."""
+    prompt_tokens: int
+    computed_tokens: int
+    generated_tokens: int
+    steps: int
+    cache: CacheStats
+
+    @classmethod
+    def of(
+        cls, counters: Counters, cache: CacheStats, *, running: int, waiting: int, preemptions: int
+    ) -> EngineStats:
+        """Freeze the counters."""
+        return cls(
+            running=running,
+            waiting=waiting,
+            preemptions=preemptions,
+            requests=counters.requests,
+            finished=dict(counters.finished),
+            prompt_tokens=counters.prompt_tokens,
+            computed_tokens=counters.computed_tokens,
+            generated_tokens=counters.generated_tokens,
+            steps=counters.steps,
+            cache=cache,
+        )
+
+
+class StatsLogger:
+    """Logs one line every ``interval`` seconds of work."""
+
+    def __init__(self, interval: float = 10.0) -> None:
+        self._interval = interval
+        self._time = time.monotonic()
+        self._last: EngineStats | None = None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the interval has passed."""
+        return time.monotonic() - self._time >= self._interval
+
+    def log(self, stats: EngineStats) -> None:
+        """Log the rates since the last line."""
+        now = time.monotonic()
+        seconds, self._time = now - self._time, now
+        computed, generated = stats.computed_tokens, stats.generated_tokens
+        if self._last is not None:
+            computed -= self._last.computed_tokens
+            generated -= self._last.generated_tokens
+        self._last = stats
+        cache = stats.cache
+        pages = cache.pages_used + cache.pages_cached + cache.pages_free
+        logger.info(
+            "%.1f tok/s computed, %.1f tok/s generated; %d running, %d waiting; "
+            "pages %.1f%% used, %.1f%% cached, fragmentation %.1f%%; prefix hits %.1f%%",
+            computed / seconds,
+            generated / seconds,
+            stats.running,
+            stats.waiting,
+            100 * cache.pages_used / pages,
+            100 * cache.pages_cached / pages,
+            cache.internal_fragmentation,
+            100 * cache.prefix_hits / cache.prefix_queries if cache.prefix_queries else 0.0,
+        )
