@@ -7,6 +7,13 @@ also ``ValueError``s, so code that knows nothing of pagedllm can catch them.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pagedllm.outputs import RequestOutput
+
 
 class PagedLLMError(Exception):
     """Base of pagedllm's own exceptions."""
@@ -44,6 +51,9 @@ class UnsupportedModelError(PagedLLMError):
 
 class EngineError(PagedLLMError):
     """A step failed; ``__cause__`` is the original exception. The engine goes on serving."""
+
+    outputs: Sequence[RequestOutput] = ()
+    """From ``LLM.generate``: the output of every prompt, failed or not."""
 
 
 class EngineClosedError(EngineError):

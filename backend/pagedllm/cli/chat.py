@@ -1,15 +1,13 @@
 """``pagedllm chat``: a conversation in the terminal, or over a pipe with a turn per line.
 
-Owner: the command line. Invariants: Ctrl-C during an answer ends the answer, keeps what
-was said so far in the history, and leaves the engine as it was; the engine is never
-interrupted inside a step, which is why the signal only sets a flag.
+Owner: the command line. Invariant: Ctrl-C during an answer ends the answer, keeps what was
+said so far in the history, and does the engine no harm, since that runs in another thread.
 """
 
 from __future__ import annotations
 
-import signal
 import sys
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -27,7 +25,6 @@ from pagedllm.errors import PagedLLMError
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator
-    from types import FrameType
 
     from pagedllm.llm import LLM
     from pagedllm.sampling_params import SamplingParams
@@ -74,6 +71,8 @@ def _turn(conversation: Conversation, text: str, *, interactive: bool) -> None:
         if not interactive:
             raise
         note(f"{CLI_NAME}: error: {error} (/reset starts a new conversation)")
+    except KeyboardInterrupt:  # a second one, while the first was dealt with
+        note("[stopped]")
 
 
 def _lines(interactive: bool) -> Iterator[str]:
@@ -119,39 +118,18 @@ class Conversation:
         """
         asked = [*self.messages, {"role": "user", "content": text}]
         said, reason = "", None
-        with _stop_on_interrupt() as stopped:
-            stream = self.llm.chat_stream(asked, self.params)
-            try:
+        try:
+            with self.llm.chat_stream(asked, self.params) as stream:  # leaving it aborts
                 for output in stream:
-                    if output.error is not None:
-                        raise output.error
                     answer = output.outputs[0]
                     print(answer.text_delta, end="", flush=True)
                     said, reason = answer.text, answer.finish_reason
-                    if stopped:
-                        break
-            finally:
-                stream.close()  # aborts what is still running
-                print(flush=True)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            print(flush=True)
         if reason is None:
             note("[stopped]")
         elif reason == "length":
             note("[cut off by max_tokens or the model's length]")
         self.messages = [*asked, {"role": "assistant", "content": said}]
-
-
-@contextmanager
-def _stop_on_interrupt() -> Iterator[list[bool]]:
-    """Collect Ctrl-C in a list for the duration; a second one interrupts for real."""
-    stopped: list[bool] = []
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        if stopped:
-            raise KeyboardInterrupt
-        stopped.append(True)
-
-    previous = signal.signal(signal.SIGINT, handle)
-    try:
-        yield stopped
-    finally:
-        signal.signal(signal.SIGINT, previous)

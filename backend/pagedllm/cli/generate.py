@@ -20,6 +20,7 @@ from pagedllm.cli.common import (
     sampling_from,
 )
 from pagedllm.config import Config
+from pagedllm.errors import EngineError
 
 if TYPE_CHECKING:
     import argparse
@@ -64,12 +65,13 @@ def run(options: argparse.Namespace) -> int:
         if options.stream:
             outputs = _stream(llm, prompts, params, as_json=options.json)
         else:
-            outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
+            try:
+                outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
+            except EngineError as error:  # one prompt's failure is not the others'
+                _print_all(prompts, error.outputs, as_json=options.json)
+                raise
             _print_all(prompts, outputs, as_json=options.json)
         elapsed = time.perf_counter() - started
-    failed = [output.error for output in outputs if output.error is not None]
-    if failed:
-        raise failed[0]
     if options.stats or (len(prompts) > 1 and sys.stderr.isatty()):
         tokens = sum(len(answer.token_ids) for each in outputs for answer in each.outputs)
         note(
@@ -119,7 +121,7 @@ def _stream(
 
 
 def _print_all(prompts: Sequence[str], outputs: Sequence[RequestOutput], *, as_json: bool) -> None:
-    for index, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+    for index, (prompt, output) in enumerate(zip(prompts, outputs, strict=False)):
         if as_json:
             print(json.dumps(_as_dict(prompt, output), ensure_ascii=False))
             continue
