@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING
 import pluggy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
     from pagedllm.config import Config
     from pagedllm.executors.base import Executor
+    from pagedllm.models.base import PagedModel
 
 API_VERSION = 1
 """Raised when a hook changes in a way that breaks plugins written for it. A plugin states the
@@ -103,12 +104,15 @@ def pagedllm_resolve_model(
 
 
 @hookspec(firstresult=True)
-def pagedllm_create_executor(name: str, config: Config) -> Executor | None:
+def pagedllm_create_executor(
+    name: str, config: Config, load: Callable[[], PagedModel]
+) -> Executor | None:
     """Build the executor that the configuration names.
 
     Args:
         name: such as ``"ray"``; None must be returned for names that are not this plugin's.
         config: the resolved configuration.
+        load: loads the model into the process that calls it.
 
     Returns:
         An object that satisfies :class:`pagedllm.executors.base.Executor`, not yet started.
@@ -116,8 +120,8 @@ def pagedllm_create_executor(name: str, config: Config) -> Executor | None:
     Example::
 
         @hookimpl
-        def pagedllm_create_executor(name, config):
-            return RayExecutor(config) if name == "ray" else None
+        def pagedllm_create_executor(name, config, load):
+            return RayExecutor(config, load) if name == "ray" else None
     """
     return None
 

@@ -28,9 +28,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from pagedllm.config import Config
+    from pagedllm.executors.base import Executor
+    from pagedllm.models.base import PagedModel
 
 logger = logging.getLogger(__name__)
 
+_EXECUTOR_METHODS = ("start", "submit", "collect", "health", "close")
 BUILTIN_DISTRIBUTION = "pagedllm"
 REGISTRIES = tuple(
     name
@@ -252,10 +255,12 @@ class PluginManager:
             names.extend(some)
         return tuple(sorted(names, key=lambda model: model.name))
 
-    def create_executor(self, name: str, config: Config) -> Any:
+    def create_executor(
+        self, name: str, config: Config, load: Callable[[], PagedModel]
+    ) -> Executor | None:
         """Return the first executor that a plugin builds for this name, or None."""
         answers = self._answers(
-            "pagedllm_create_executor", lambda _: None, name=name, config=config
+            "pagedllm_create_executor", _check_executor, name=name, config=config, load=load
         )
         return next((executor for _, executor in answers), None)
 
@@ -375,6 +380,11 @@ def _check_resolved(answer: Any) -> str | None:
     if isinstance(answer, ResolvedModel):
         return None
     return f"returned {type(answer).__name__}, not a ResolvedModel"
+
+
+def _check_executor(answer: Any) -> str | None:
+    missing = [name for name in _EXECUTOR_METHODS if not callable(getattr(answer, name, None))]
+    return f"returned {type(answer).__name__}, which has no {missing[0]}()" if missing else None
 
 
 def _ask_order(distribution: str, name: str) -> tuple[bool, str, str]:

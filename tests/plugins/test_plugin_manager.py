@@ -234,19 +234,33 @@ def test_message_meant_for_the_user_comes_through(site):
     assert record_of(manager, "provider").status == "loaded"
 
 
-def test_executor_comes_from_the_first_plugin_that_knows_the_name(site):
+def test_executor_comes_from_the_first_plugin_that_knows_the_name(site, caplog):
     site.install(
         "executors",
         """
         from pagedllm.hookspecs import hookimpl
+
+        class Mine:
+            def __init__(self, *arguments):
+                self.arguments = arguments
+
+            def start(self): ...
+            def submit(self, step): ...
+            def collect(self): ...
+            def health(self): ...
+            def close(self): ...
+
         @hookimpl
-        def pagedllm_create_executor(name, config):
-            return ("executor", config) if name == "ours" else None
+        def pagedllm_create_executor(name, config, load):
+            return {"ours": Mine(config, load), "half": 5}.get(name)
         """,
     )
     manager = site.manager()
-    assert manager.create_executor("ours", "the config") == ("executor", "the config")
-    assert manager.create_executor("theirs", "the config") is None
+    executor = manager.create_executor("ours", "the config", "the loader")
+    assert executor.arguments == ("the config", "the loader")
+    assert manager.create_executor("theirs", "the config", "the loader") is None
+    assert manager.create_executor("half", "the config", "the loader") is None
+    assert "returned int, which has no start()" in caplog.text
 
 
 def test_allow_and_block_by_plugin_or_distribution(site):

@@ -1,0 +1,45 @@
+"""Every hook is documented, and every example in docs/plugins.md is a plugin that loads."""
+
+from __future__ import annotations
+
+import re
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from pagedllm import hookspecs
+from pagedllm.plugins import REGISTRIES, PluginManager
+
+TEXT = (Path(__file__).parents[2] / "docs" / "plugins.md").read_text()
+HOOKS = [name for name in vars(hookspecs) if name.startswith("pagedllm_")]
+EXAMPLES = re.findall(r"^```python\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_hook_has_a_section_an_example_and_a_docstring_with_one(hook):
+    assert re.search(rf"^#+ `{hook}", TEXT, re.MULTILINE)
+    assert any(f"def {hook}(" in example for example in EXAMPLES)
+    assert f"def {hook}(" in getattr(hookspecs, hook).__doc__
+
+
+@pytest.mark.parametrize("number", range(len(EXAMPLES)))
+def test_example_loads_as_a_plugin_and_what_it_registers_can_be_imported(
+    number, tmp_path, monkeypatch
+):
+    module = f"documented_plugin_{number}"
+    (tmp_path / f"{module}.py").write_text(EXAMPLES[number])
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    point = metadata.EntryPoint(name="documented", value=module, group="pagedllm")
+    manager = PluginManager(entry_points=[point])
+    [record] = [r for r in manager.list_plugins() if r.name == "documented"]
+    assert (record.status, record.error) == ("loaded", None)
+    assert record.hooks
+    for hook in set(record.hooks) & set(REGISTRIES):
+        entries = manager.registry(hook)
+        assert entries
+        for entry in entries.values():
+            assert callable(entry.load())
+    assert manager.list_plugins() == PluginManager(entry_points=[point]).list_plugins()
