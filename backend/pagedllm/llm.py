@@ -62,9 +62,7 @@ class _Client:
         from pagedllm.plugins import get_manager
 
         manager = get_manager(config.plugins_allow, config.plugins_block)
-        resolved = manager.resolve_model(
-            config.model, config.revision, token=config.token, config=config
-        )
+        resolved = manager.resolve_model(config.model, config.revision, config=config)
         load = partial(_load_model, config, str(resolved.path))
         executor = _make_executor(config, load)
         tokenizer = None

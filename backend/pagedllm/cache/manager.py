@@ -97,6 +97,9 @@ class CacheManager:
     def extend(self, table: PageTable, start: int, end: int) -> TableChange | None:
         """Make room to write tokens ``start`` to ``end - 1``.
 
+        Pages after the one of ``start`` must be the table's own: a table adopts no page
+        beyond its computed tokens.
+
         Returns:
             what changed in the table, possibly nothing (no page ids); None when the pool
             has too few pages, and then nothing has changed.

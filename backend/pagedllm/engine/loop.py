@@ -153,7 +153,7 @@ def _serve(
             if engine.has_work and config.batch_timeout_ms:
                 _wait_for_company(config, engine, commands, closed)
         _drain(engine, commands)
-        if engine.has_work and not closed.is_set():
+        if engine.has_work:
             engine.step()
             if not config.disable_log_stats and logger.is_due:
                 logger.log(engine.stats())
