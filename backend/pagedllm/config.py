@@ -143,7 +143,7 @@ class Config:
         aliases=("num_gpu_blocks_override",),
     )
     preallocate_kv_cache: bool = option(
-        True, Boolean(), "claim the pages' memory at the start", section="cache"
+        False, Boolean(), "claim the pages' memory at the start", section="cache"
     )
     enable_prefix_caching: bool = option(
         True, Boolean(), "share the pages of prompts that begin alike", section="cache"

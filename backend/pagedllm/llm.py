@@ -22,7 +22,7 @@ from pagedllm.engine.intake import Intake
 from pagedllm.engine.loop import EngineLoop
 from pagedllm.engine.requests import RequestState
 from pagedllm.engine.streams import AsyncOutputStream, OutputStream
-from pagedllm.engine.text import load_tokenizer
+from pagedllm.engine.text import TokenDecoder, load_tokenizer
 from pagedllm.errors import ConfigError, RequestAbortedError, ValidationError
 
 if TYPE_CHECKING:
@@ -112,6 +112,7 @@ class _Client:
         self.config = config
         self._loop = EngineLoop(config, executor)
         self._tokenizer = tokenizer
+        self._decoder = None if tokenizer is None else TokenDecoder(tokenizer)
         self._intake = Intake(config, self._loop.info, tokenizer)
         # Runs when the last reference goes, and at exit.
         self._finalizer = weakref.finalize(self, EngineLoop.close, self._loop)
@@ -142,7 +143,7 @@ class _Client:
         return self._loop.call(lambda engine: engine.health())
 
     def _submit(self, request: Request, listener: Callable[[RequestState], None]) -> RequestState:
-        state = RequestState(request, self._tokenizer, listener)
+        state = RequestState(request, self._decoder, listener)
         limit = self._intake.max_tokens(len(request.prompt_token_ids), request.params)
         self._loop.add(state, limit)
         return state

@@ -107,7 +107,7 @@ class Engine:
                 tokens=list(request.prompt_token_ids),
             )
             self._order += 1
-            writer = OutputText(state.tokenizer, request.prompt_token_ids, request.params)
+            writer = OutputText(state.decoder, request.prompt_token_ids, request.params)
             output = OutputState(sequence, writer)
             state.outputs.append(output)
             self._outputs[sequence] = (state, output)
@@ -202,16 +202,15 @@ class Engine:
         count = len(output.token_ids)
         is_eos = token in state.request.eos_token_ids and not params.ignore_eos
         ends = count >= params.min_tokens and (is_eos or token in params.stop_token_ids)
-        output.text += output.writer.push(token, ends=ends)
-        if ends:
-            output.stop_reason = None if is_eos else token
-        elif output.writer.matched_stop is not None:
-            output.stop_reason = output.writer.matched_stop
-        elif count < sequence.max_tokens:
-            return None
-        if output.writer.matched_stop is None:
-            output.text += output.writer.finish()
-        return "stop" if ends or output.writer.matched_stop is not None else "length"
+        new, stop = output.writer.feed(token, ends)
+        output.text += new
+        if not ends and stop is None:
+            if count < sequence.max_tokens:
+                return None
+            rest, stop = output.writer.finish()
+            output.text += rest
+        output.stop_reason = token if ends and not is_eos else stop
+        return "stop" if ends or stop is not None else "length"
 
     # -- endings -------------------------------------------------------------------
 

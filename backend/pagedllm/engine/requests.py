@@ -16,10 +16,8 @@ from pagedllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestO
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from transformers import PreTrainedTokenizerBase
-
     from pagedllm.engine.sequence import SequenceState
-    from pagedllm.engine.text import OutputText
+    from pagedllm.engine.text import OutputText, TokenDecoder
     from pagedllm.errors import PagedLLMError
     from pagedllm.outputs import FinishReason
     from pagedllm.types import Request, TokenLogprobs
@@ -50,7 +48,7 @@ class RequestState:
     """A request in the engine."""
 
     request: Request
-    tokenizer: PreTrainedTokenizerBase | None
+    decoder: TokenDecoder | None
     listener: Callable[[RequestState], None]
     """Called in the engine's thread after every change; must be quick and must not raise."""
     outputs: list[OutputState] = field(default_factory=list)
@@ -132,4 +130,4 @@ class RequestState:
         return found
 
     def _decode(self, token: int) -> str | None:
-        return None if self.tokenizer is None else str(self.tokenizer.decode([token]))
+        return None if self.decoder is None else self.decoder.decode([token])
