@@ -256,7 +256,7 @@ class PluginManager:
         return tuple(sorted(names, key=lambda model: model.name))
 
     def create_executor(
-        self, name: str, config: Config, load: Callable[[], PagedModel]
+        self, name: str, config: Config, load: Callable[[], PagedModel] | None = None
     ) -> Executor | None:
         """Return the first executor that a plugin builds for this name, or None."""
         answers = self._answers(
