@@ -96,17 +96,16 @@ def convert(gguf: Path, folder: Path) -> None:
         ModelNotFoundError: the file is not a GGUF that transformers can read.
     """
     import torch
-    import transformers
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
 
-    # Releases that can compute with packed weights refuse to save them, so these must be
-    # unpacked; those before them know no such option and always unpack.
-    packed = getattr(transformers, "GgufConfig", None)
-    options = {"quantization_config": packed(dequantize=True)} if packed else {}
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     try:
         tokenizer = AutoTokenizer.from_pretrained(**source)
-        model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16, **options)
+        # Packed weights, which is how they load by default, cannot be saved.
+        unpacked = GgufConfig(dequantize=True)
+        model = AutoModelForCausalLM.from_pretrained(
+            **source, dtype=torch.bfloat16, quantization_config=unpacked
+        )
     except Exception as error:  # the readers of damaged files raise all kinds
         raise ModelNotFoundError(
             f"{str(gguf)!r} cannot be read as GGUF ({error}). Reinstall its distribution: "
