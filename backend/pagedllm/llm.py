@@ -14,6 +14,7 @@ import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
+from numbers import Number
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -468,15 +469,17 @@ def _wrap(config: Config, model: PreTrainedModel) -> PagedModel:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Tell one prompt from many: a list of integers is one prompt's token ids."""
+    """Tell one prompt from many: numbers in a row are one prompt's token ids."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     if hasattr(prompts, "tolist"):  # an array or tensor of one or two dimensions
         prompts = prompts.tolist()
-    many = list(prompts)
-    if many and all(hasattr(item, "__index__") for item in many):
-        return [many]  # type: ignore[list-item]  # all integers
-    return many  # type: ignore[return-value]  # whatever else they hold, the intake checks
+    if not isinstance(prompts, Sequence):
+        return [prompts]  # the intake says what is wrong with it
+    many: list[Any] = list(prompts)
+    if many and all(isinstance(item, Number) or getattr(item, "ndim", 1) == 0 for item in many):
+        return [many]
+    return many
 
 
 def _each(value: Any, number: int, name: str) -> Sequence[Any]:
