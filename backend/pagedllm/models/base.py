@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
+
     from pagedllm_kernels.types import AttentionBackend, AttentionMetadata, LayerCache
 
 

@@ -10,12 +10,9 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pagedllm.errors import ModelNotFoundError, UnsupportedModelError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = "model.safetensors"
@@ -124,7 +121,7 @@ def _config(folder: Path, raw: dict[str, Any], trust_remote_code: bool) -> Any:
         )
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except Exception as error:  # noqa: BLE001  (validators raise what they like)
+    except Exception as error:
         raise UnsupportedModelError(f"{folder / 'config.json'} is not valid: {error}") from error
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F  # noqa: N812  (everyone's name for it)
+import torch.nn.functional as F
 
 from pagedllm.models import layers
 from pagedllm.models.limits import check_length
@@ -17,11 +17,10 @@ from pagedllm.models.limits import check_length
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pagedllm_kernels.types import AttentionBackend, AttentionMetadata, LayerCache
-
-    from pagedllm.models.base import DeviceBatch
+    from pagedllm.models.base import DeviceBatch, LayerShape
     from pagedllm.models.spec import DecoderSpec
     from pagedllm.models.weights import DecoderWeights, LayerWeights
+    from pagedllm_kernels.types import AttentionBackend, AttentionMetadata, LayerCache
 
 
 class NativeModel:
@@ -46,7 +45,7 @@ class NativeModel:
         self.dtype = weights.embedding.dtype
         self.device = weights.embedding.device
         self.weight_bytes = weights.nbytes
-        self.layers = spec.layer_shapes()
+        self.layers: Sequence[LayerShape] = spec.layer_shapes()
         self._act = layers.activation(spec.activation)
 
     @torch.inference_mode()

@@ -11,22 +11,22 @@ from __future__ import annotations
 import copy
 import inspect
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from pagedllm.errors import UnsupportedModelError
 from pagedllm.models.limits import check_length, position_limit
-from pagedllm.models.probe import STEP, attention_scale, probe
+from pagedllm.models.probe import STEP, attention_scale, check_keywords, probe
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pagedllm_kernels.types import AttentionBackend, AttentionMetadata, LayerCache
     from transformers import PreTrainedModel
 
-    from pagedllm.models.base import DeviceBatch
+    from pagedllm.models.base import DeviceBatch, LayerShape
     from pagedllm.models.probe import ProbedLayer
+    from pagedllm_kernels.types import AttentionBackend, AttentionMetadata, LayerCache
 
 NAME = "pagedllm"
 """Our name among transformers' attention implementations. No mask function goes with it:
@@ -78,7 +78,7 @@ class GenericModel:
         self.dtype = model.dtype
         self.device = parameters[0].device
         self.weight_bytes = sum({p.data_ptr(): p.nbytes for p in parameters}.values())
-        self.layers = tuple(layer.shape for layer in probed.layers.values())
+        self.layers: Sequence[LayerShape] = tuple(p.shape for p in probed.layers.values())
         self._probed = probed.layers
         self._keeps = "logits_to_keep" in names
 
@@ -128,10 +128,9 @@ def _paged_attention(
     """
     step: _Step = keywords.pop(STEP)
     layer = step.layers[module.layer_idx]
-    unknown = [k for k, v in keywords.items() if v is not None and k not in layer.keywords]
-    if attention_mask is not None or unknown:
-        what = ", ".join(unknown) or "an attention mask"
-        raise UnsupportedModelError(f"{type(module).__name__} calls attention with {what}")
+    check_keywords(keywords)
+    if attention_mask is not None:
+        raise UnsupportedModelError(f"{type(module).__name__} made an attention mask")
     output = step.attention.attend(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
@@ -176,7 +175,5 @@ def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
             name: None if child is None else clone(child) for name, child in module._modules.items()
         }
         return twin
-
-    from typing import cast
 
     return cast("PreTrainedModel", clone(model))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F  # noqa: N812  (everyone's name for it)
+import torch.nn.functional as F
 
 if TYPE_CHECKING:
     from collections.abc import Callable

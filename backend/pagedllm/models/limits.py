@@ -6,12 +6,16 @@ that the model was not made for.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from pagedllm.errors import RequestTooLongError
 
 if TYPE_CHECKING:
     from pagedllm.models.base import DeviceBatch
+
+
+logger = logging.getLogger(__name__)
 
 
 def position_limit(config: Any) -> int | None:
@@ -25,8 +29,16 @@ def position_limit(config: Any) -> int | None:
     limit: int | None = getattr(config, "max_position_embeddings", None)
     for rope in rope_entries(config):
         original = rope.get("original_max_position_embeddings")
-        if rope.get("rope_type") == "longrope" and original is not None:
-            limit = int(original) if limit is None else min(limit, int(original))
+        if rope.get("rope_type") != "longrope" or original is None:
+            continue
+        if limit is None or original < limit:
+            logger.warning(
+                "sequences are limited to %d of %s positions: longrope changes the positions "
+                "of all tokens of a longer one, those in the cache included",
+                original,
+                limit,
+            )
+            limit = int(original)
     return limit
 
 

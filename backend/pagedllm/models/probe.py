@@ -20,7 +20,7 @@ from pagedllm.errors import UnsupportedModelError
 from pagedllm.models.base import LayerShape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from transformers import PreTrainedModel
 
@@ -32,6 +32,11 @@ PROBE = "pagedllm_probe"
 _TOKENS = 9
 # Positions at which a mask is evaluated: beyond any window or chunk in use.
 _FAR = 1 << 21
+# What attention calls may be given: what paged attention computes, and what changes nothing.
+_KEYWORDS = frozenset({"scaling", "sliding_window", "softcap", "s_aux"}) | frozenset(
+    {"cache_position", "dropout", "output_attentions", "output_router_logits", "position_ids"}
+    | {"use_cache"}
+)
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 
 
@@ -44,8 +49,6 @@ class ProbedLayer:
     shape: LayerShape
     window: int | None
     """Of the class's own mask."""
-    keywords: frozenset[str]
-    """Names of the keyword arguments that had a value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,7 @@ def probe(model: PreTrainedModel, forward_names: frozenset[str]) -> Probed:
     device = next(model.parameters()).device
     vocab = model.get_input_embeddings().weight.shape[0]
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randperm(vocab, generator=generator)[:_TOKENS].to(device)
+    ids = torch.randint(vocab, (_TOKENS,), generator=generator).to(device)
     order = torch.randperm(len(ids), generator=generator).to(device)
     keep = torch.tensor([0, 2, len(ids) - 1], device=device)
     positions = torch.arange(len(ids), device=device)
@@ -86,7 +89,7 @@ def probe(model: PreTrainedModel, forward_names: frozenset[str]) -> Probed:
         moved = moved[keep]
     _check_count(model, first.layers)
     wanted = logits[order[keep]]
-    error = float((moved - wanted).norm() / wanted.norm())
+    error = float((moved - wanted).norm() / wanted.norm().clamp_min(1e-6))
     if not error <= _TOLERANCE.get(model.dtype, 0.1):
         raise UnsupportedModelError(
             "its logits depend on the order of a batch's rows, not only on their positions "
@@ -99,15 +102,24 @@ def _run(
     model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor, step: Any, **extra: Any
 ) -> torch.Tensor:
     """Return float32 logits [T, V] of one packed forward."""
-    with torch.inference_mode():
-        output = model(
-            input_ids=ids[None],
-            position_ids=positions[None],
-            use_cache=False,
-            **{STEP: step},
-            **extra,
-        )
-    return output.logits[0].float()
+    try:
+        with torch.inference_mode():
+            output = model(
+                input_ids=ids[None],
+                position_ids=positions[None],
+                use_cache=False,
+                **{STEP: step},
+                **extra,
+            )
+        logits: torch.Tensor = output.logits[0].float()
+    except (UnsupportedModelError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise UnsupportedModelError(
+            f"its forward fails on packed rows: {type(error).__name__}: {reason}"
+        ) from error
+    return logits
 
 
 def _check_count(model: PreTrainedModel, layers: dict[int, ProbedLayer]) -> None:
@@ -143,12 +155,13 @@ def _attention(
     return step.attend(module, query, key, value, attention_mask, keywords), None
 
 
-def _mask(*args: Any, **keywords: Any) -> torch.Tensor:
+def _mask(*args: Any, **keywords: Any) -> torch.Tensor | None:
     """Build the mask that eager attention would get, with its pattern attached."""
     from transformers.masking_utils import eager_mask
 
-    mask: torch.Tensor = eager_mask(*args, **keywords)
-    mask.pagedllm_window = _pattern(keywords.get("mask_function"))  # type: ignore[attr-defined]
+    mask: torch.Tensor | None = eager_mask(*args, **keywords)
+    if mask is not None:
+        mask.pagedllm_window = _pattern(keywords.get("mask_function"))  # type: ignore[attr-defined]
     return mask
 
 
@@ -198,10 +211,10 @@ class _Recorder:
         """Return [1, T, Hq, Dv] of query [1, Hq, T, D], key and value [1, Hkv, T, D]."""
         layer = self._layer(module, query, key, value, mask, keywords)
         original = _eager(module)
-        wide = [t.float() for t in (query, key, value)]
-        wanted, _ = original(module, *wide, None if mask is None else mask.float(), **keywords)
+        q, k, v = query.float(), key.float(), value.float()
+        wanted, _ = original(module, q, k, v, mask if mask is None else mask.float(), **keywords)
         rows = torch.arange(query.shape[2], device=query.device)
-        ours = _formula(*wide, rows, layer.window, keywords)
+        ours = _formula(q, k, v, rows, layer.window, keywords)
         error = float((ours - wanted).abs().max() / wanted.abs().max().clamp_min(1e-6))
         if not error < 1e-3:
             raise UnsupportedModelError(
@@ -209,7 +222,8 @@ class _Recorder:
             )
         self.layers[module.layer_idx] = layer
         self._keys.append(key)
-        return wanted.to(query.dtype)
+        output: torch.Tensor = wanted.to(query.dtype)
+        return output
 
     def _layer(
         self,
@@ -237,6 +251,8 @@ class _Recorder:
             )
         if keywords.get("dropout"):
             raise UnsupportedModelError("it applies dropout to attention")
+        if mask is None:
+            raise UnsupportedModelError("it builds no causal mask: its attention is bidirectional")
         window = getattr(mask, "pagedllm_window", "it changes the attention mask in its layers")
         if isinstance(window, str):
             raise UnsupportedModelError(window)
@@ -245,12 +261,9 @@ class _Recorder:
             raise UnsupportedModelError(
                 f"its attention asks for a window of {asked} and its mask has one of {window}"
             )
-        return ProbedLayer(
-            index=len(self.layers),
-            shape=LayerShape(key.shape[1], key.shape[3], value.shape[3]),
-            window=window,
-            keywords=frozenset(k for k, v in keywords.items() if v is not None),
-        )
+        check_keywords(keywords)
+        shape = LayerShape(key.shape[1], key.shape[3], value.shape[3])
+        return ProbedLayer(len(self.layers), shape, window)
 
 
 class _Reordered:
@@ -270,9 +283,9 @@ class _Reordered:
         keywords: dict[str, Any],
     ) -> torch.Tensor:
         """Return [1, T, Hq, Dv]; see :meth:`_Recorder.attend`."""
-        wide = [t.float() for t in (query, key, value)]
+        q, k, v = query.float(), key.float(), value.float()
         window = self._layers[module.layer_idx].window
-        return _formula(*wide, self._positions, window, keywords).to(query.dtype)
+        return _formula(q, k, v, self._positions, window, keywords).to(query.dtype)
 
 
 def _eager(module: Any) -> Callable[..., Any]:
@@ -320,7 +333,20 @@ def _formula(
         column = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, column], dim=-1)
     weights = torch.softmax(scores, dim=-1)[..., : key.shape[2]]
-    return (weights @ value).transpose(1, 2)
+    return (weights @ value).transpose(1, 2).contiguous()
+
+
+def check_keywords(keywords: dict[str, Any]) -> None:
+    """Raise when an attention call asks for something that paged attention does not do.
+
+    Raises:
+        UnsupportedModelError: names the keyword arguments.
+    """
+    unknown = [k for k, v in keywords.items() if v is not None and k not in _KEYWORDS]
+    if unknown == ["is_causal"] and keywords["is_causal"] is True:
+        return
+    if unknown:
+        raise UnsupportedModelError(f"it calls attention with {', '.join(unknown)}")
 
 
 def attention_scale(query: torch.Tensor, keywords: dict[str, Any]) -> float:

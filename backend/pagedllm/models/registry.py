@@ -54,11 +54,11 @@ def load_model(
         ConfigError: a setting has a wrong value.
     """
     import torch
-    from pagedllm_kernels import select_attention
 
     from pagedllm.models.checkpoint import eos_token_ids, generation_config, open_checkpoint
     from pagedllm.models.precision import choose_dtype
     from pagedllm.models.support import check_supported
+    from pagedllm_kernels import select_attention
 
     _check_tier(model_impl)
     place = torch.device(device)
@@ -101,10 +101,9 @@ def wrap_model(
         UnsupportedModelError: it cannot be run correctly; the message names its class.
         ConfigError: a setting has a wrong value.
     """
-    from pagedllm_kernels import select_attention
-
     from pagedllm.models.checkpoint import eos_token_ids
     from pagedllm.models.support import check_class, plain_model
+    from pagedllm_kernels import select_attention
 
     _check_tier(model_impl)
     architecture = check_class(type(model), model.config)
