@@ -1,0 +1,573 @@
+"""Paged attention: writing pages, planning tasks, and attending to them.
+
+Owner: numba_cpu. Pages, in units of 4 bytes (two bf16 numbers, or one fp32):
+
+- keys ``[pages, Hkv, ceil(D / per unit), slots]``: 16 keys side by side, so that scores come
+  out as vectors of 16 keys;
+- values ``[pages, Hkv, ceil(slots / per unit), Dv]`` with the numbers of a unit belonging to
+  consecutive keys, so that a vector of outputs gathers two keys at once.
+
+Slots are rounded up to 16 and Dv to 16. What no token was written to may hold anything.
+
+A task is a tile of queries times all heads of a KV head, so each page is read once for the
+whole group. The softmax is online over blocks of keys (Milakov and Gimelshein, 2018; Dao et
+al., "FlashAttention", 2022); where there are fewer tiles than cores, the context is split
+and the parts are merged by whichever thread finishes last ("Flash-Decoding", 2023).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from pagedllm_kernels.numba_cpu import layout as at
+from pagedllm_kernels.numba_cpu.features import FEATURES
+from pagedllm_kernels.numba_cpu.layout import LANES, PART_KEYS
+from pagedllm_kernels.numba_cpu.rows import vexp, vtanh
+from pagedllm_kernels.numba_cpu.simd import (
+    F32,
+    copy,
+    fetch_add,
+    field,
+    get,
+    hmax,
+    hsum,
+    itemsize,
+    jit,
+    keep_lanes,
+    load32,
+    load64,
+    outer,
+    put,
+    real,
+    splat,
+    store64,
+    via,
+    vload,
+    vmax,
+    vstore,
+    vstore_some,
+    weigh,
+)
+
+WIDE = FEATURES.wide
+
+WRITE_ROWS = 4  # of a task of WRITE
+_HIDDEN = np.float32(-1e30)
+_VISIBLE = np.float32(-1e29)  # no score is below it
+_ZERO = np.float32(0.0)
+_ONE = np.float32(1.0)
+
+
+@jit
+def round_up(value: int, step: int) -> int:
+    """Return the next multiple of ``step``."""
+    return (value + step - 1) // step * step
+
+
+# --- WRITE -------------------------------------------------------------------------------------
+
+
+@jit
+def write(op: int, job: int, task: int, scratch: int, atag: Any) -> None:
+    """Norm, rotate and store the queries, keys and values of ``WRITE_ROWS`` rows."""
+    tokens = field(job, at.NUM_TOKENS)
+    heads = field(op, at.A_HEADS)
+    kv_heads = field(op, at.A_KV_HEADS)
+    group = field(op, at.A_GROUP)
+    dim = field(op, at.A_DIM)
+    units = field(op, at.A_UNITS)
+    size = 4 if field(op, at.W_IN_F32) else itemsize(atag)
+    queries = via(job, op, at.A_QUERY_AT)
+    for t in range(task * WRITE_ROWS, min((task + 1) * WRITE_ROWS, tokens)):
+        source = via(job, op, at.W_QUERY_AT) + field(op, at.W_QUERY_OFFSET)
+        source += t * field(op, at.W_QUERY_STRIDE)
+        for head in range(heads):
+            _turn(op, job, t, source + head * dim * size, field(op, at.W_Q_NORM), scratch, atag)
+            place = ((head // group * tokens + t) * group + head % group) * units * 4
+            for d in range(0, units * 4 // itemsize(atag), LANES):
+                count = min(LANES, units * 4 // itemsize(atag) - d)
+                vstore_some(vload(scratch + 4 * d, F32), queries + place + d * itemsize(atag),
+                            count, atag)  # fmt: skip
+        source = via(job, op, at.W_KEY_AT) + field(op, at.W_KEY_OFFSET)
+        source += t * field(op, at.W_KEY_STRIDE)
+        for head in range(kv_heads):
+            _turn(op, job, t, source + head * dim * size, field(op, at.W_K_NORM), scratch, atag)
+            _write_key(op, job, t, head, scratch, atag)
+        source = via(job, op, at.W_VALUE_AT) + field(op, at.W_VALUE_OFFSET)
+        source += t * field(op, at.W_VALUE_STRIDE)
+        value_dim = field(op, at.A_VALUE_DIM)
+        for head in range(kv_heads):
+            _write_value(op, job, t, head, source + head * value_dim * size, atag)
+
+
+@jit
+def _turn(op: int, job: int, t: int, source: int, weight: int, out: int, atag: Any) -> None:
+    """Norm and rotate one head into float32 ``out``, zero up to a multiple of 16."""
+    dim = field(op, at.A_DIM)
+    if field(op, at.W_IN_F32):
+        for d in range(dim):
+            put(get(source + 4 * d, F32), out + 4 * d, F32)
+    else:
+        for d in range(dim):
+            put(get(source + itemsize(atag) * d, atag), out + 4 * d, F32)
+    for d in range(dim, round_up(dim, LANES)):
+        put(_ZERO, out + 4 * d, F32)
+    if weight:
+        total = _ZERO
+        for d in range(dim):
+            x = get(out + 4 * d, F32)
+            total += x * x
+        factor = _ONE / np.sqrt(total / np.float32(dim) + real(op, at.W_EPS))
+        for d in range(dim):
+            y = get(out + 4 * d, F32) * factor * get(weight + 4 * d, F32)
+            put(y, out + 4 * d, F32)
+    half = field(op, at.W_HALF)
+    if half:
+        row = load64(field(job, at.POSITIONS) + 8 * t) * half * 4
+        cosines = field(op, at.W_COS) + row
+        sines = field(op, at.W_SIN) + row
+        for d in range(half):
+            x = get(out + 4 * d, F32)
+            y = get(out + 4 * (half + d), F32)
+            c = get(cosines + 4 * d, F32)
+            s = get(sines + 4 * d, F32)
+            put(x * c - y * s, out + 4 * d, F32)
+            put(y * c + x * s, out + 4 * (half + d), F32)
+
+
+@jit
+def _write_key(op: int, job: int, t: int, head: int, source: int, atag: Any) -> None:
+    page_size = field(job, at.PAGE_SIZE)
+    slots = field(op, at.A_SLOTS)
+    slot = load64(field(job, at.SLOT_MAPPING) + 8 * t)
+    page = slot // page_size * field(op, at.A_KV_HEADS) + head
+    place = field(op, at.A_KEYS) + page * field(op, at.A_KEY_BYTES) + slot % page_size * 4
+    size = itemsize(atag)
+    per = 4 // size
+    for u in range(field(op, at.A_UNITS)):
+        for i in range(per):
+            x = get(source + 4 * (u * per + i), F32)
+            put(x, place + u * slots * 4 + i * size, atag)
+
+
+@jit
+def _write_value(op: int, job: int, t: int, head: int, source: int, atag: Any) -> None:
+    page_size = field(job, at.PAGE_SIZE)
+    slot = load64(field(job, at.SLOT_MAPPING) + 8 * t)
+    page = slot // page_size * field(op, at.A_KV_HEADS) + head
+    size = itemsize(atag)
+    per = 4 // size
+    offset = slot % page_size
+    row = offset // per * field(op, at.A_WIDTH) + offset % per * size
+    place = field(op, at.A_VALUES) + page * field(op, at.A_VALUE_BYTES) + row
+    for d in range(field(op, at.A_VALUE_DIM)):
+        if field(op, at.W_IN_F32):
+            put(get(source + 4 * d, F32), place + 4 * d, atag)
+        else:
+            put(get(source + size * d, atag), place + 4 * d, atag)
+
+
+# --- PLAN --------------------------------------------------------------------------------------
+
+
+@jit
+def plan(op: int, job: int) -> None:
+    """List the tasks of ATTEND: tiles of queries by KV head, in parts where tiles are few."""
+    seqs = field(job, at.NUM_SEQS)
+    starts = field(job, at.QUERY_STARTS)
+    queries = field(op, at.A_TILE_QUERIES)
+    tiles = 0
+    for seq in range(seqs):
+        count = load32(starts + 4 * seq + 4) - load32(starts + 4 * seq)
+        tiles += (count + queries - 1) // queries
+    tiles *= field(op, at.A_KV_HEADS)
+    parts = max(1, (4 * field(job, at.THREADS) + tiles - 1) // max(tiles, 1))
+    if field(job, at.THREADS) == 1:
+        parts = 1
+    first = via(job, op, at.A_TASKS_AT)
+    number = 0
+    for seq in range(seqs):
+        start = load32(starts + 4 * seq)
+        count = load32(starts + 4 * seq + 4) - start
+        # The last queries see the most keys: they go first, so that no long task ends late.
+        for tile in range((count + queries - 1) // queries - 1, -1, -1):
+            rows = min(queries, count - tile * queries)
+            for head in range(field(op, at.A_KV_HEADS)):
+                number += _plan_tile(op, job, first + (number + 1) * at.TASK * 8, seq, head,
+                                     start + tile * queries, rows, parts)  # fmt: skip
+    store64(number, first)
+
+
+@jit
+def _plan_tile(
+    op: int, job: int, task: int, seq: int, head: int, row: int, rows: int, parts: int
+) -> int:
+    """Write the tasks of one tile; return how many they are."""
+    page_size = field(job, at.PAGE_SIZE)
+    low, high = _keys(op, job, seq, row, rows)
+    first, last = low // page_size, (high + page_size - 1) // page_size
+    parts = max(1, min(parts, (last - first) * page_size // PART_KEYS))
+    for part in range(parts):
+        place = task + part * at.TASK * 8
+        store64(seq, place + 8 * at.T_SEQ)
+        store64(head, place + 8 * at.T_HEAD)
+        store64(row, place + 8 * at.T_ROW)
+        store64(rows, place + 8 * at.T_ROWS)
+        store64(first + (last - first) * part // parts, place + 8 * at.T_FIRST)
+        store64(first + (last - first) * (part + 1) // parts, place + 8 * at.T_LAST)
+        store64(part, place + 8 * at.T_PART)
+        # Of part 0: the number of parts in the low half, of those done in the high half.
+        store64(parts, place + 8 * at.T_PARTS)
+    return parts
+
+
+@jit
+def _keys(op: int, job: int, seq: int, row: int, rows: int) -> tuple[int, int]:
+    """Positions of the first and past the last key that any of these rows sees."""
+    end = load32(field(job, at.QUERY_STARTS) + 4 * seq + 4)
+    position = load32(field(job, at.CONTEXT_LENS) + 4 * seq) - end + row
+    window = field(op, at.A_WINDOW)
+    low = max(0, position - window + 1) if window else 0
+    return low, position + rows
+
+
+# --- ATTEND ------------------------------------------------------------------------------------
+
+
+@jit
+def attend(op: int, job: int, number: int, scratch: int, atag: Any) -> None:
+    """Run one task: attend, and store the output or merge the parts of one."""
+    task = via(job, op, at.A_TASKS_AT) + (number + 1) * at.TASK * 8
+    parts = field(task, at.T_PARTS) & 0xFFFF
+    group = field(op, at.A_GROUP)
+    width = field(op, at.A_WIDTH)
+    rows = field(task, at.T_ROWS) * group
+    # Scratch: sums, (maximum, weight) of each row, then what a block of keys needs.
+    sums, stats = scratch, scratch + rows * width
+    work = stats + rows * 2 * at.LINE
+    _start(op, task, sums, stats, rows, group, width)
+    per_block = field(op, at.A_PER_BLOCK)
+    last = field(task, at.T_LAST)
+    for page in range(field(task, at.T_FIRST), last, per_block):
+        _block(op, job, task, page, min(per_block, last - page), rows, sums, stats, work, atag)
+    if parts == 1:
+        _store(op, job, task, sums, stats, rows, group, width, atag)
+        return
+    part = field(task, at.T_PART)
+    size = field(op, at.A_PART_BYTES)
+    base = field(job, at.PARTIALS) + (number - part) * size
+    copy(base + part * size, sums, rows * (width + 2 * at.LINE))
+    leader = task - part * at.TASK * 8 + 8 * at.T_PARTS
+    if fetch_add(leader, 1 << 32) >> 32 == parts - 1:
+        _merge(base, size, parts, rows, width)
+        _store(op, job, task, base, base + rows * width, rows, group, width, atag)
+
+
+@jit
+def _start(op: int, task: int, sums: int, stats: int, rows: int, group: int, width: int) -> None:
+    sinks = field(op, at.A_SINKS)
+    for i in range(0, rows * width, at.LINE):
+        vstore(splat(_ZERO), sums + i, F32)
+    for row in range(rows):
+        highest, weight = _HIDDEN, _ZERO
+        if sinks and field(task, at.T_PART) == 0:
+            highest = get(sinks + 4 * (field(task, at.T_HEAD) * group + row % group), F32)
+            weight = _ONE
+        put(highest, stats + row * 2 * at.LINE, F32)
+        put(weight, stats + row * 2 * at.LINE + at.LINE, F32)
+
+
+@jit
+def _block(
+    op: int, job: int, task: int, page: int, pages: int, rows: int, sums: int, stats: int,
+    work: int, atag: Any,
+) -> None:  # fmt: skip
+    """Attend to ``pages`` pages from ``page`` on."""
+    page_size = field(job, at.PAGE_SIZE)
+    slots = field(op, at.A_SLOTS)
+    per_page = slots // LANES
+    vectors = pages * per_page
+    groups = (vectors + 3) // 4
+    # Addresses: keys by vector, what to prefetch by group of four, values by page.
+    keys = work
+    ahead = keys + (groups + 1) * 32
+    values = ahead + groups * 64
+    scores = round_up(values + pages * 8, at.LINE)
+    stride = groups * 4 * LANES * 4
+    _addresses(op, job, task, page, pages, keys, ahead, values, atag)
+    _scores(op, job, task, rows, groups, keys, ahead, scores, stride, atag)
+    group = field(op, at.A_GROUP)
+    for row in range(rows):
+        first = field(task, at.T_ROW) + row // group
+        low, high = _keys(op, job, field(task, at.T_SEQ), first, 1)
+        _softmax(op, scores + row * stride, vectors, per_page, page_size, low - page * page_size,
+                 high - page * page_size, stats + row * 2 * at.LINE,
+                 sums + row * field(op, at.A_WIDTH), atag)  # fmt: skip
+    context = load32(field(job, at.CONTEXT_LENS) + 4 * field(task, at.T_SEQ))
+    if page_size == slots:
+        tail = min(context - (page + pages - 1) * page_size, page_size)
+        _values(op, job, values, pages, tail, rows, scores, stride, sums, atag)
+    else:
+        # Pages with slots past their size end in units that hold anything: one at a time.
+        for i in range(pages):
+            tail = min(context - (page + i) * page_size, page_size)
+            _values(op, job, values + 8 * i, 1, tail, rows, scores + i * slots * itemsize(atag),
+                    stride, sums, atag)  # fmt: skip
+
+
+@jit
+def _addresses(
+    op: int, job: int, task: int, page: int, pages: int, keys: int, ahead: int, values: int,
+    atag: Any,
+) -> None:  # fmt: skip
+    slots = field(op, at.A_SLOTS)
+    per_page = slots // LANES
+    table = field(job, at.PAGE_TABLE)
+    table += 4 * (field(task, at.T_SEQ) * field(job, at.PAGE_TABLE_WIDTH) + page)
+    key_size, value_size = field(op, at.A_KEY_BYTES), field(op, at.A_VALUE_BYTES)
+    vectors = pages * per_page
+    groups = (vectors + 3) // 4
+    for i in range(pages):
+        place = load32(table + 4 * i) * field(op, at.A_KV_HEADS) + field(task, at.T_HEAD)
+        value = field(op, at.A_VALUES) + place * value_size
+        store64(value, values + 8 * i)
+        for j in range(per_page):
+            vector = i * per_page + j
+            store64(field(op, at.A_KEYS) + place * key_size + j * at.LINE, keys + 8 * vector)
+            # A group of keys fetches its own values, and below the next group's keys.
+            store64(value + j * value_size // per_page,
+                    ahead + 64 * (vector // 4) + 32 + 8 * (vector % 4))  # fmt: skip
+    for vector in range(vectors, (groups + 1) * 4):
+        store64(load64(keys + 8 * (vectors - 1)), keys + 8 * vector)
+    for vector in range(vectors, groups * 4):
+        store64(load64(keys), ahead + 64 * (vector // 4) + 32 + 8 * (vector % 4))
+    for i in range(groups):
+        copy(ahead + 64 * i, keys + 32 * (i + 1), 32)
+
+
+@jit
+def _scores(
+    op: int, job: int, task: int, rows: int, groups: int, keys: int, ahead: int, scores: int,
+    stride: int, atag: Any,
+) -> None:  # fmt: skip
+    """Queries times keys, float32 [rows, groups * 64], neither scaled nor masked."""
+    units = field(op, at.A_UNITS)
+    row_bytes = units * 4
+    group = field(op, at.A_GROUP)
+    start = field(task, at.T_HEAD) * field(job, at.NUM_TOKENS) + field(task, at.T_ROW)
+    query = via(job, op, at.A_QUERY_AT) + start * group * row_bytes
+    step = field(op, at.A_SLOTS) * 4
+    for g in range(groups):
+        b, fetch, out = keys + 32 * g, ahead + 64 * g, scores + g * 4 * at.LINE
+        row = 0
+        while row < rows:
+            a, c, left = query + row * row_bytes, out + row * stride, rows - row
+            if not WIDE:
+                row += _scores_narrow(a, row_bytes, b, step, units, c, stride, fetch, left, atag)
+            elif left >= 6:
+                outer(6, 4, 4, atag, a, row_bytes, 5, b, step, units, c, stride, fetch)
+                row += 6
+            elif left >= 4:
+                outer(4, 4, 8, atag, a, row_bytes, 3, b, step, units, c, stride, fetch)
+                row += 4
+            elif left == 3:
+                outer(3, 4, 8, atag, a, row_bytes, 2, b, step, units, c, stride, fetch)
+                row += 3
+            elif left == 2:
+                outer(2, 4, 8, atag, a, row_bytes, 1, b, step, units, c, stride, fetch)
+                row += 2
+            else:
+                outer(1, 4, 8, atag, a, row_bytes, 0, b, step, units, c, stride, fetch)
+                row += 1
+
+
+@jit
+def _scores_narrow(
+    a: int, row_bytes: int, b: int, step: int, units: int, c: int, stride: int, fetch: int,
+    left: int, atag: Any,
+) -> int:  # fmt: skip
+    """Run a tile of scores within 16 registers; return its rows."""
+    for j in range(4):
+        if left >= 4:
+            outer(4, 1, 1, atag, a, row_bytes, 3, b + 8 * j, step, units, c + at.LINE * j, stride,
+                  fetch + 8 * j)  # fmt: skip
+        else:
+            outer(1, 1, 1, atag, a, row_bytes, 0, b + 8 * j, step, units, c + at.LINE * j, stride,
+                  fetch + 8 * j)  # fmt: skip
+    return 4 if left >= 4 else 1
+
+
+@jit
+def _softmax(
+    op: int, scores: int, vectors: int, per_page: int, page_size: int, low: int, high: int,
+    stats: int, sums: int, atag: Any,
+) -> None:  # fmt: skip
+    """Turn a row of scores into weights, in place, and scale its sums to the new maximum.
+
+    Args:
+        op: the operation.
+        scores: float32 by vector of 16 keys; becomes weights stored as ``atag``.
+        vectors: number of vectors.
+        per_page: vectors in a page.
+        page_size: keys in a page.
+        low: first key that the row sees, counted from the block's first.
+        high: past the last.
+        stats: the row's maximum, and a line further its weight.
+        sums: the row's weighted values.
+        atag: how weights are stored.
+    """
+    scale, cap = splat(real(op, at.A_SCALE)), real(op, at.A_CAP)
+    highest = splat(_HIDDEN)
+    for j in range(vectors):
+        x = vload(scores + j * at.LINE, F32) * scale
+        if cap > _ZERO:
+            x = vtanh(x * splat(_ONE / cap)) * splat(cap)
+        first, last = _visible(j, per_page, page_size, low, high)
+        if first > 0 or last < LANES:
+            x = keep_lanes(x, first, last, _HIDDEN)
+        vstore(x, scores + j * at.LINE, F32)
+        highest = vmax(highest, x)
+    old = get(stats, F32)
+    top = hmax(highest)
+    if top < _VISIBLE:
+        for j in range(vectors):
+            vstore(splat(_ZERO), scores + j * LANES * itemsize(atag), atag)
+        return
+    top = max(top, old)
+    total = splat(_ZERO)
+    for j in range(vectors):
+        x = vexp(vload(scores + j * at.LINE, F32) - splat(top))
+        first, last = _visible(j, per_page, page_size, low, high)
+        if first > 0 or last < LANES:
+            x = keep_lanes(x, first, last, _ZERO)
+        total = total + x
+        vstore(x, scores + j * LANES * itemsize(atag), atag)
+    factor = vexp(splat(old - top))
+    put(top, stats, F32)
+    put(get(stats + at.LINE, F32) * hmax(factor) + hsum(total), stats + at.LINE, F32)
+    if old < top:
+        for i in range(0, field(op, at.A_WIDTH), at.LINE):
+            vstore(vload(sums + i, F32) * factor, sums + i, F32)
+
+
+@jit
+def _visible(j: int, per_page: int, page_size: int, low: int, high: int) -> tuple[int, int]:
+    """First and past the last lane of vector j that hold keys which the row sees."""
+    offset = j % per_page * LANES
+    key = j // per_page * page_size + offset
+    return low - key, min(min(high - key, page_size - offset), LANES)
+
+
+@jit
+def _values(
+    op: int, job: int, values: int, pages: int, tail: int, rows: int, weights: int, stride: int,
+    sums: int, atag: Any,
+) -> None:  # fmt: skip
+    """Add weights times values to the sums; the last page holds ``tail`` keys."""
+    per = 4 // itemsize(atag)
+    units = field(op, at.A_SLOTS) // per
+    last = (tail + per - 1) // per
+    mask = 0xFFFF if tail % per else -1
+    width = field(op, at.A_WIDTH)
+    offset = 0
+    while offset < width:
+        left = (width - offset) // at.LINE
+        taken = 1
+        if WIDE and left >= 4:
+            taken = 4
+        elif WIDE and left >= 2:
+            taken = 2
+        row = 0
+        while row < rows:
+            p, c = weights + row * stride, sums + row * width + offset
+            row += _weigh(p, stride, values, pages, units, last, mask, offset, width, c,
+                          rows - row, taken, atag)  # fmt: skip
+        offset += taken * at.LINE
+
+
+@jit
+def _weigh(
+    p: int, stride: int, values: int, pages: int, units: int, last: int, mask: int, offset: int,
+    width: int, c: int, left: int, vectors: int, atag: Any,
+) -> int:  # fmt: skip
+    """Run one tile of :func:`weigh`; return its rows."""
+    if vectors == 4:
+        if left >= 6:
+            weigh(
+                6, 4, 0, atag, p, stride, values, pages, units, last, mask, offset, width, c, width
+            )
+            return 6
+        if left >= 4:
+            weigh(
+                4, 4, 0, atag, p, stride, values, pages, units, last, mask, offset, width, c, width
+            )
+            return 4
+        if left == 3:
+            weigh(
+                3, 4, 0, atag, p, stride, values, pages, units, last, mask, offset, width, c, width
+            )
+            return 3
+        if left == 2:
+            weigh(
+                2, 4, 0, atag, p, stride, values, pages, units, last, mask, offset, width, c, width
+            )
+            return 2
+        weigh(1, 4, 0, atag, p, stride, values, pages, units, last, mask, offset, width, c, width)
+        return 1
+    if vectors == 2:
+        if left >= 4:
+            weigh(
+                4, 2, 0, atag, p, stride, values, pages, units, last, mask, offset, width, c, width
+            )
+            return 4
+        weigh(1, 2, 0, atag, p, stride, values, pages, units, last, mask, offset, width, c, width)
+        return 1
+    if left >= 4:
+        weigh(4, 1, 0, atag, p, stride, values, pages, units, last, mask, offset, width, c, width)
+        return 4
+    weigh(1, 1, 0, atag, p, stride, values, pages, units, last, mask, offset, width, c, width)
+    return 1
+
+
+@jit
+def _merge(base: int, size: int, parts: int, rows: int, width: int) -> None:
+    """Merge the parts of a tile into the first."""
+    for row in range(rows):
+        stats = base + rows * width + row * 2 * at.LINE
+        top = _HIDDEN
+        for part in range(parts):
+            top = max(top, get(stats + part * size, F32))
+        weight = _ZERO
+        for part in range(parts):
+            factor = vexp(splat(get(stats + part * size, F32) - top))
+            weight += get(stats + part * size + at.LINE, F32) * hmax(factor)
+            for i in range(row * width, (row + 1) * width, at.LINE):
+                x = vload(base + part * size + i, F32) * factor
+                if part:
+                    x = x + vload(base + i, F32)
+                vstore(x, base + i, F32)
+        put(weight, stats + at.LINE, F32)
+
+
+@jit
+def _store(
+    op: int, job: int, task: int, sums: int, stats: int, rows: int, group: int, width: int,
+    atag: Any,
+) -> None:  # fmt: skip
+    """Divide the sums by the weights and store them as rows of the output."""
+    value_dim = field(op, at.A_VALUE_DIM)
+    size = 4 if field(op, at.A_OUT_F32) else itemsize(atag)
+    for row in range(rows):
+        factor = splat(_ONE / get(stats + row * 2 * at.LINE + at.LINE, F32))
+        head = field(task, at.T_HEAD) * group + row % group
+        target = via(job, op, at.A_OUT_AT)
+        target += (field(task, at.T_ROW) + row // group) * field(op, at.A_OUT_STRIDE)
+        target += head * value_dim * size
+        for d in range(0, value_dim, LANES):
+            x = vload(sums + row * width + 4 * d, F32) * factor
+            if size == 4:
+                vstore_some(x, target + 4 * d, min(LANES, value_dim - d), F32)
+            else:
+                vstore_some(x, target + size * d, min(LANES, value_dim - d), atag)

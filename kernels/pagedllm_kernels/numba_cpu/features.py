@@ -1,0 +1,52 @@
+"""What the processor that Numba compiles for can do.
+
+Owner: numba_cpu. Invariant: an instruction is used only if this says that it is there; when
+``NUMBA_CPU_NAME`` or ``NUMBA_CPU_FEATURES`` asks for another processor than this one, only
+what ``NUMBA_CPU_FEATURES`` names is believed.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from dataclasses import dataclass
+
+import llvmlite.binding as llvm
+from numba.core import config
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """Instruction sets that the kernels use when they are there."""
+
+    x86: bool
+    wide: bool
+    """32 vector registers of 16 floats (AVX-512): decides how large register tiles are."""
+    bf16_dot: bool
+    """``vdpbf16ps``: 32 bf16 products into 16 fp32 sums."""
+    int8_dot: bool
+    """``vpdpbusd``: 64 products of a uint8 and an int8 into 16 int32 sums."""
+    yield_symbol: str | None
+    """C function that gives the core to another thread."""
+
+
+def detect() -> Features:
+    """Look at the processor and at Numba's configuration."""
+    x86 = platform.machine().lower() in ("x86_64", "amd64")
+    host = {name for name, has in llvm.get_host_cpu_features().items() if has}
+    if config.CPU_FEATURES is not None:
+        asked = {f[1:] for f in config.CPU_FEATURES.split(",") if f.startswith("+")}
+        host &= asked
+    elif config.CPU_NAME is not None and llvm.get_host_cpu_name() != config.CPU_NAME:
+        host = set()
+    return Features(
+        x86=x86,
+        wide=x86 and "avx512f" in host,
+        bf16_dot=x86 and {"avx512f", "avx512bf16", "avx512vl"} <= host,
+        int8_dot=x86 and {"avx512f", "avx512vnni"} <= host,
+        yield_symbol="sched_yield" if os.name == "posix" and sys.platform != "win32" else None,
+    )
+
+
+FEATURES = detect()

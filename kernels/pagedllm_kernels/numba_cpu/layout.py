@@ -1,0 +1,94 @@
+"""Where things stand in the two tables that a program is made of.
+
+Owner: numba_cpu. Both are int64, and a compiled function sees them as addresses.
+
+The *job* holds what changes from step to step: counts, addresses of inputs, and addresses of
+buffers. An *operation* is a record of ``RECORD`` fields, of which the first is its code.
+A field named ``..._AT`` holds an index into the job, so that a program outlives its buffers;
+others hold addresses of weights, sizes, or a float32 in their low half.
+"""
+
+from __future__ import annotations
+
+LANES = 16  # numbers in a vector
+RECORD = 48
+FIELD = 8  # bytes
+LINE = 64  # bytes between counters of different threads
+
+# --- job ---------------------------------------------------------------------------------------
+OPS, NUM_OPS, SYNC, THREADS, SCRATCH, SCRATCH_SIZE = range(6)
+NUM_TOKENS, NUM_SEQS, NUM_LOGITS = range(6, 9)
+TOKEN_IDS, POSITIONS, LOGIT_INDICES = range(9, 12)
+QUERY_STARTS, CONTEXT_LENS, PAGE_TABLE, PAGE_TABLE_WIDTH, SLOT_MAPPING, PAGE_SIZE = range(12, 18)
+FEW_ROWS = 18  # row counts below it go through inner tiles, others through outer ones
+PARTIALS = 19  # of attention split along the context
+SPINS = 20  # waiting loops before a thread gives its core away
+BUFFERS = 24  # the first buffer; a program decides what follows
+JOB_SIZE = 64
+
+# --- operations --------------------------------------------------------------------------------
+CODE = 0
+EMBED, NORM, PACK, LINEAR, WRITE, PLAN, ATTEND = range(1, 8)
+
+# EMBED: out[t] = table[token_ids[t]] * scale
+E_TABLE, E_WIDTH, E_OUT_AT, E_OUT_STRIDE, E_SCALE = range(1, 6)
+
+# NORM: rows of ``in`` (through an index when there is one) scaled to a root mean square of 1
+N_ROWS_AT, N_IN_AT, N_IN_OFFSET, N_IN_STRIDE, N_INDEX_AT = range(1, 6)
+N_OUT_AT, N_OUT_OFFSET, N_OUT_STRIDE, N_WIDTH, N_WEIGHT, N_MODE, N_EPS, N_SCALE = range(6, 14)
+STORE, STORE_F32, ADD = range(3)  # modes: as activations, as float32, added to float32 * scale
+
+# PACK: panels of 16 rows, [units, 16], for outer tiles
+P_ROWS_AT, P_IN_AT, P_IN_STRIDE, P_UNITS, P_OUT_AT = range(1, 6)
+
+# LINEAR
+L_ROWS_AT, L_WEIGHT, L_STRIDE, L_SIZE, L_UNITS, L_IN_AT, L_IN_STRIDE, L_PACKED_AT = range(1, 9)
+L_BIAS, L_OUT_AT, L_OUT_STRIDE, L_MODE, L_SCALE, L_CAP, L_ACTIVATION = range(9, 16)
+# modes besides STORE_F32 and ADD: activation(gate) * up, as activations; logits
+GATED, LOGITS = 3, 4
+SILU, GELU_TANH, GELU = range(3)
+
+# WRITE: rotate, then keys and values into their pages and queries beside their KV head
+W_QUERY_AT, W_QUERY_OFFSET, W_QUERY_STRIDE = range(1, 4)
+W_KEY_AT, W_KEY_OFFSET, W_KEY_STRIDE = range(4, 7)
+W_VALUE_AT, W_VALUE_OFFSET, W_VALUE_STRIDE, W_IN_F32 = range(7, 11)
+W_Q_NORM, W_K_NORM, W_EPS, W_HALF, W_COS, W_SIN = range(11, 17)
+
+# PLAN: the tasks of ATTEND
+A_WINDOW, A_TASKS_AT = 17, 18
+# ATTEND, and what WRITE and PLAN share with it
+A_QUERY_AT, A_KEYS, A_VALUES, A_HEADS, A_KV_HEADS, A_DIM, A_VALUE_DIM = range(19, 26)
+A_SCALE, A_CAP, A_SINKS, A_OUT_AT, A_OUT_STRIDE, A_OUT_F32 = range(26, 32)
+A_GROUP = 32  # heads that share a KV head
+A_UNITS = 33  # units of a key or a query
+A_SLOTS = 34  # slots of a page, a multiple of 16
+A_KEY_BYTES, A_VALUE_BYTES = 35, 36  # of one head in a page
+A_WIDTH = 37  # bytes of a row of weighted values, float32, a multiple of 16
+A_TILE_QUERIES = 38  # queries in a tile
+A_PART_BYTES = 39  # of a tile's partial result: sums, then two lines of statistics per row
+A_PER_BLOCK = 40  # pages in a block of keys
+
+# A task of ATTEND: int64 each, after the number of tasks, which takes the first TASK fields
+TASK = 8
+T_SEQ, T_HEAD, T_ROW, T_ROWS, T_FIRST, T_LAST, T_PART, T_PARTS = range(8)
+
+# --- tiles of attention, and their limits on scratch -------------------------------------------
+TILE_ROWS = 48  # queries times heads of the group in a tile, unless the group alone is more
+BLOCK_KEYS = 256  # keys between two updates of the softmax
+PART_KEYS = 256  # a context is not split into parts of fewer keys
+
+# --- blocks of products, and where their scratch lies -------------------------------------------
+BLOCK = 32  # rows of weights in a task of many rows
+PANEL = 48  # rows of input in one pass over them
+GROUP = 192  # rows of input in a task
+MAX_FEW = 64  # rows that the scratch of few rows holds
+RESULT_ROW = 2 * BLOCK * 4  # bytes of a row of results
+LIST = 0  # addresses of panels, and of what to prefetch
+RESULT = 256  # float32 [MAX_FEW, 2 * BLOCK], results by row
+TURNED = RESULT + MAX_FEW * RESULT_ROW  # float32 [2 * BLOCK, PANEL], as tiles store them
+STAGE = TURNED + 2 * BLOCK * PANEL * 4  # a copy of a block of weights
+
+
+def linear_scratch_bytes(units: int) -> int:
+    """Bytes of scratch that a product over ``units`` needs."""
+    return STAGE + 2 * BLOCK * (units * 4 + LINE)

@@ -1,0 +1,152 @@
+"""Operations on rows: embedding, norms, packing, and the vector functions they share.
+
+Owner: numba_cpu. Widths of the rows are multiples of 16 numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from pagedllm_kernels.numba_cpu import layout as at
+from pagedllm_kernels.numba_cpu.layout import LANES
+from pagedllm_kernels.numba_cpu.simd import (
+    F32,
+    copy,
+    field,
+    fma,
+    hsum,
+    itemsize,
+    jit,
+    load64,
+    real,
+    round_even,
+    scale_by_power,
+    splat,
+    transpose,
+    via,
+    vload,
+    vmax,
+    vmin,
+    vstore,
+)
+
+Vector = Any  # annotates a value of 16 floats
+
+EMBED_ROWS = 8  # of a task
+NORM_ROWS = 4
+
+_LOG2E = np.float32(1.4426950408889634)
+_LN2_HIGH = np.float32(-0.693359375)
+_LN2_LOW = np.float32(2.12194440e-4)
+_EXP_MIN = np.float32(-87.0)
+_EXP_MAX = np.float32(88.0)
+_C5 = np.float32(1.9875691500e-4)
+_C4 = np.float32(1.3981999507e-3)
+_C3 = np.float32(8.3334519073e-3)
+_C2 = np.float32(4.1665795894e-2)
+_C1 = np.float32(1.6666665459e-1)
+_C0 = np.float32(5.0000001201e-1)
+_ONE = np.float32(1.0)
+_TWO = np.float32(2.0)
+_ZERO = np.float32(0.0)
+
+
+@jit
+def vexp(x: Vector) -> Vector:
+    """E ** x, within 1 ulp or so; below -87 it is e ** -87, which is 1.6e-38.
+
+    Cody and Waite's reduction and the polynomial of Cephes' ``expf``.
+    """
+    x = vmin(vmax(x, splat(_EXP_MIN)), splat(_EXP_MAX))
+    n = round_even(x * splat(_LOG2E))
+    r = fma(n, splat(_LN2_LOW), fma(n, splat(_LN2_HIGH), x))
+    p = fma(splat(_C5), r, splat(_C4))
+    p = fma(p, r, splat(_C3))
+    p = fma(p, r, splat(_C2))
+    p = fma(p, r, splat(_C1))
+    p = fma(p, r, splat(_C0))
+    return scale_by_power(fma(p, r * r, r + splat(_ONE)), n)
+
+
+@jit
+def vsigmoid(x: Vector) -> Vector:
+    """1 / (1 + e ** -x)."""
+    return splat(_ONE) / (splat(_ONE) + vexp(splat(_ZERO) - x))
+
+
+@jit
+def vtanh(x: Vector) -> Vector:
+    """Hyperbolic tangent, within 1e-7 absolutely."""
+    return splat(_TWO) * vsigmoid(splat(_TWO) * x) - splat(_ONE)
+
+
+@jit
+def embed(op: int, job: int, task: int, wtag: object) -> None:
+    """``out[t] = table[token_ids[t]] * scale`` for ``EMBED_ROWS`` rows."""
+    width = field(op, at.E_WIDTH)
+    scale = splat(real(op, at.E_SCALE))
+    size = itemsize(wtag)
+    first = task * EMBED_ROWS
+    for t in range(first, min(first + EMBED_ROWS, field(job, at.NUM_TOKENS))):
+        token = load64(field(job, at.TOKEN_IDS) + 8 * t)
+        source = field(op, at.E_TABLE) + token * width * size
+        target = via(job, op, at.E_OUT_AT) + t * field(op, at.E_OUT_STRIDE)
+        for i in range(0, width, LANES):
+            vstore(vload(source + i * size, wtag) * scale, target + 4 * i, F32)
+
+
+@jit
+def norm(op: int, job: int, task: int, atag: object) -> None:
+    """RMS norm of ``NORM_ROWS`` rows (Zhang and Sennrich, 2019)."""
+    width = field(op, at.N_WIDTH)
+    weight = field(op, at.N_WEIGHT)
+    mode = field(op, at.N_MODE)
+    scale = splat(real(op, at.N_SCALE))
+    index = field(op, at.N_INDEX_AT)
+    first = task * NORM_ROWS
+    for row in range(first, min(first + NORM_ROWS, via(job, op, at.N_ROWS_AT))):
+        source_row = row
+        if index:
+            source_row = load64(field(job, index) + 8 * row)
+        source = via(job, op, at.N_IN_AT) + field(op, at.N_IN_OFFSET)
+        source += source_row * field(op, at.N_IN_STRIDE)
+        target = via(job, op, at.N_OUT_AT) + field(op, at.N_OUT_OFFSET)
+        target += row * field(op, at.N_OUT_STRIDE)
+        factor = splat(inverse_rms(source, width, real(op, at.N_EPS)))
+        for i in range(0, width, LANES):
+            y = vload(source + 4 * i, F32) * factor * vload(weight + 4 * i, F32)
+            if mode == at.STORE:
+                vstore(y, target + itemsize(atag) * i, atag)
+            elif mode == at.STORE_F32:
+                vstore(y, target + 4 * i, F32)
+            else:
+                vstore(fma(y, scale, vload(target + 4 * i, F32)), target + 4 * i, F32)
+
+
+@jit
+def inverse_rms(source: int, width: int, eps: float) -> float:
+    """1 / sqrt(mean of squares + eps) of ``width`` floats, a multiple of 16."""
+    total = splat(_ZERO)
+    for i in range(0, width, LANES):
+        x = vload(source + 4 * i, F32)
+        total = fma(x, x, total)
+    mean = hsum(total) / np.float32(width)
+    return _ONE / np.sqrt(mean + eps)
+
+
+@jit
+def pack(op: int, job: int, task: int) -> None:
+    """Transpose one panel of 16 rows to [units, 16]; rows past the last repeat it."""
+    units = field(op, at.P_UNITS)
+    stride = field(op, at.P_IN_STRIDE)
+    source = via(job, op, at.P_IN_AT) + task * LANES * stride
+    last = via(job, op, at.P_ROWS_AT) - 1 - task * LANES
+    target = via(job, op, at.P_OUT_AT) + task * units * at.LINE
+    whole = units // LANES * LANES
+    for u in range(0, whole, LANES):
+        transpose(16, 16, 0, F32, source + 4 * u, stride, last, target + u * at.LINE, at.LINE)
+    for u in range(whole, units):
+        for row in range(LANES):
+            copy(target + u * at.LINE + 4 * row, source + min(row, last) * stride + 4 * u, 4)

@@ -1,0 +1,382 @@
+"""Register tiles: the innermost loops of every product, written as LLVM vector IR.
+
+Owner: numba_cpu. Numbers are handled in *units* of 4 bytes: one fp32, two bf16 or fp16, four
+int8. :func:`_dot` multiplies a vector of 16 units by another and adds the products of each
+unit into the 16 lanes of a sum; every tile is a loop around it whose sums stay in registers.
+
+- ``inner``: rows times rows, both contiguous along the sum; for few rows.
+- ``outer``: numbers of the one operand times vectors of 16 columns of the other; for many
+  rows, and for queries times keys.
+- ``weigh``: the same for probabilities times values, through a list of pages.
+- ``transpose``: 16 by 16 units.
+
+The scheme is that of Goto and van de Geijn, "Anatomy of High-Performance Matrix
+Multiplication", 2008. The functions take addresses and sizes, all int64; :mod:`native`
+compiles them into one module, outside Numba, which would optimise them anew in every
+function that calls another that calls one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from llvmlite import ir
+from numba import types
+
+from pagedllm_kernels.numba_cpu.emit import (
+    I8,
+    I32,
+    I64,
+    VB,
+    VF,
+    VH,
+    VI,
+    call,
+    const,
+    fma,
+    index,
+    lanes_below,
+    load,
+    pointer,
+    splat,
+    store,
+    widen,
+)
+from pagedllm_kernels.numba_cpu.features import FEATURES
+from pagedllm_kernels.numba_cpu.layout import LANES, LINE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ARGUMENTS = {
+    # C[i, j * 16 + lane] = sum over u of A[i, u] * B_j[u, lane], for i < rows, j < columns.
+    # Rows of A past the last repeat it. The B_j are given by a list of their addresses, and
+    # from each of ``extra`` addresses of another list a line is prefetched per unit.
+    "outer": (
+        "a", "a_stride", "a_last", "b_list", "b_stride", "units", "c", "c_stride", "ahead_list",
+    ),
+    # C[i, j * 16 + lane] += sum over u of P[i, u] * V[u, offset / 4 + j * 16 + lane]. V lies in
+    # pages: the sum runs over ``units`` of each but the last, and over ``last_units`` of that
+    # one, the last of which is masked: what no token was written to may be anything.
+    "weigh": (
+        "p", "p_stride", "page_list", "pages", "units", "last_units", "last_mask", "offset",
+        "v_stride", "c", "c_stride",
+    ),
+    # out[j, i] = sum over u of W[i, u] * X[j, u], 16 results in all; rows past the last ones
+    # repeat them; the line ``ahead`` bytes past each one of weights is prefetched.
+    "inner": (
+        "w", "w_stride", "w_last", "x", "x_stride", "x_last", "units", "out", "out_stride",
+        "ahead",
+    ),
+    # target[j, i] = source[i, j] for 16 by 16 units; rows past the last repeat it.
+    "transpose": ("source", "s_stride", "s_last", "target", "t_stride"),
+}  # fmt: skip
+"""By kind of tile: its arguments, int64 all of them; strides are bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One function: what it computes, how large it is, and how its operands are stored."""
+
+    kind: str
+    rows: int
+    columns: int
+    tag: str
+    """``f32``, ``bf16``, ``f16`` or ``i8`` (uint8 times int8)."""
+    extra: int = 0
+
+    @property
+    def symbol(self) -> str:
+        """Name of the function."""
+        return f"pagedllm_{self.kind}_{self.rows}x{self.columns}x{self.extra}_{self.tag}"
+
+
+TAGS = {types.float32: "f32", types.uint16: "bf16", types.int16: "f16", types.int8: "i8"}
+
+# The tiles of one column are for processors with 16 registers of 8 floats.
+_OUTER_LINEAR = ((8, 3, 1), (8, 2, 1), (16, 1, 1), (4, 1, 1))
+_OUTER_ATTEND = ((6, 4, 4), (4, 4, 8), (3, 4, 8), (2, 4, 8), (1, 4, 8), (4, 1, 1), (1, 1, 1))
+_WEIGH = ((6, 4), (4, 4), (3, 4), (2, 4), (1, 4), (4, 2), (1, 2), (4, 1), (1, 1))
+_INNER = ((16, 1), (8, 2), (4, 4))
+
+
+def linear_tiles(tag: str) -> list[Tile]:
+    """Return the tiles that products with weights stored as ``tag`` use."""
+    return [
+        *(Tile("outer", m, n, tag, extra) for m, n, extra in _OUTER_LINEAR),
+        *(Tile("inner", m, n, tag) for m, n in _INNER),
+        Tile("transpose", 16, 16, "f32"),
+    ]
+
+
+def attention_tiles(tag: str) -> list[Tile]:
+    """Return the tiles that attention with a cache stored as ``tag`` uses."""
+    return [
+        *(Tile("outer", m, n, tag, extra) for m, n, extra in _OUTER_ATTEND),
+        *(Tile("weigh", m, n, tag) for m, n in _WEIGH),
+    ]
+
+
+def emit(module: Any, tile: Tile) -> None:
+    """Add a tile's function to an LLVM module."""
+    names = ARGUMENTS[tile.kind]
+    kind = ir.FunctionType(ir.VoidType(), [I64] * len(names))
+    function = ir.Function(module, kind, tile.symbol)
+    builder = ir.IRBuilder(function.append_basic_block())
+    _BODIES[tile.kind](builder, tile, dict(zip(names, function.args)))
+    builder.ret_void()
+
+
+# --- products of units -------------------------------------------------------------------------
+
+
+def _dot(builder: Any, tag: str, total: Any, a: Any, b: Any) -> Any:
+    """Return ``total`` plus, lane by lane, the products of the numbers in the units of a and b.
+
+    Args:
+        builder: where to emit.
+        tag: how the numbers are stored; i8 means uint8 in ``a`` and int8 in ``b``.
+        total: <16 x float>, or <16 x i32> for i8.
+        a: <16 x i32>, 16 units.
+        b: <16 x i32>, 16 units.
+    """
+    if tag == "f32":
+        return fma(builder, builder.bitcast(a, VF), builder.bitcast(b, VF), total)
+    if tag == "i8":
+        return _dot_int8(builder, total, a, b)
+    if tag == "bf16" and FEATURES.bf16_dot:
+        name = "llvm.x86.avx512bf16.dpbf16ps.512"
+        return call(builder, name, VF, [total, builder.bitcast(a, VB), builder.bitcast(b, VB)])
+    (a0, a1), (b0, b1) = (_halves(builder, tag, unit) for unit in (a, b))
+    return fma(builder, a1, b1, fma(builder, a0, b0, total))
+
+
+def _halves(builder: Any, tag: str, unit: Any) -> tuple[Any, Any]:
+    """Widen the first and the second number of each unit to floats."""
+    if tag == "bf16":
+        first = builder.shl(unit, const(16, VI))
+        second = builder.and_(unit, const(0xFFFF0000, VI))
+        return builder.bitcast(first, VF), builder.bitcast(second, VF)
+    first = builder.trunc(unit, VH)
+    second = builder.trunc(builder.lshr(unit, const(16, VI)), VH)
+    return widen(builder, first, tag), widen(builder, second, tag)
+
+
+def _dot_int8(builder: Any, total: Any, a: Any, b: Any) -> Any:
+    if FEATURES.int8_dot:
+        return call(builder, "llvm.x86.avx512.vpdpbusd.512", VI, [total, a, b])
+    for shift in (0, 8, 16, 24):
+        left = builder.and_(builder.lshr(a, const(shift, VI)), const(0xFF, VI))
+        right = builder.ashr(builder.shl(b, const(24 - shift, VI)), const(24, VI))
+        total = builder.add(total, builder.mul(left, right))
+    return total
+
+
+def _zeros(tile: Tile) -> list[Any]:
+    zero = const(0, VI) if tile.tag == "i8" else const(0.0)
+    return [zero] * (tile.rows * tile.columns)
+
+
+def _floats(builder: Any, tile: Tile, sums: list[Any]) -> list[Any]:
+    return [builder.sitofp(s, VF) for s in sums] if tile.tag == "i8" else sums
+
+
+def _loop(
+    builder: Any, count: Any, values: list[Any], body: Callable[[Any, list[Any]], list[Any]]
+) -> list[Any]:
+    """Emit ``for i in range(count): values = body(i, values)``; return the last values."""
+    before = builder.block
+    inside, after = builder.append_basic_block(), builder.append_basic_block()
+    builder.cbranch(builder.icmp_signed(">", count, index(0)), inside, after)
+    builder.position_at_end(inside)
+    i = builder.phi(I64)
+    current = [builder.phi(value.type) for value in values]
+    changed = body(i, current)
+    following = builder.add(i, index(1))
+    end = builder.block
+    builder.cbranch(builder.icmp_signed("<", following, count), inside, after)
+    for phi, first, later in zip([i, *current], [index(0), *values], [following, *changed]):
+        phi.add_incoming(first, before)
+        phi.add_incoming(later, end)
+    builder.position_at_end(after)
+    results = []
+    for value, later in zip(values, changed):
+        phi = builder.phi(value.type)
+        phi.add_incoming(value, before)
+        phi.add_incoming(later, end)
+        results.append(phi)
+    return results
+
+
+def _rows(builder: Any, base: Any, stride: Any, count: int, last: Any) -> list[Any]:
+    """Addresses of rows 0 to count - 1, none past row ``last``: those repeat it."""
+    addresses = []
+    for i in range(count):
+        row = builder.select(builder.icmp_signed("<", index(i), last), index(i), last)
+        addresses.append(builder.add(base, builder.mul(row, stride)))
+    return addresses
+
+
+def _listed(builder: Any, address: Any, count: int) -> list[Any]:
+    return [load(builder, builder.add(address, index(8 * j)), I64) for j in range(count)]
+
+
+def _prefetch(builder: Any, address: Any, level: int) -> None:
+    hints = [ir.Constant(I32, v) for v in (0, level, 1)]
+    call(builder, "llvm.prefetch.p0", ir.VoidType(), [pointer(builder, address, I8), *hints])
+
+
+# --- bodies ------------------------------------------------------------------------------------
+
+
+def _outer(builder: Any, tile: Tile, args: dict[str, Any]) -> None:
+    width = tile.columns
+    a_rows = _rows(builder, args["a"], args["a_stride"], tile.rows, args["a_last"])
+    b_rows = _listed(builder, args["b_list"], width)
+    ahead = _listed(builder, args["ahead_list"], tile.extra)
+
+    def body(u: Any, sums: list[Any]) -> list[Any]:
+        offset = builder.mul(u, args["b_stride"])
+        units = [load(builder, builder.add(row, offset), VI) for row in b_rows]
+        line, step = builder.shl(u, index(6)), builder.shl(u, index(2))
+        for address in ahead:
+            _prefetch(builder, builder.add(address, line), 2)
+        changed = []
+        for i, row in enumerate(a_rows):
+            unit = splat(builder, load(builder, builder.add(row, step), I32), VI)
+            for j in range(width):
+                total = sums[i * width + j]
+                changed.append(_dot(builder, tile.tag, total, units[j], unit))
+        return changed
+
+    sums = _floats(builder, tile, _loop(builder, args["units"], _zeros(tile), body))
+    for i in range(tile.rows):
+        target = builder.add(args["c"], builder.mul(args["c_stride"], index(i)))
+        for j in range(width):
+            store(builder, sums[i * width + j], builder.add(target, index(LINE * j)))
+
+
+def _weigh(builder: Any, tile: Tile, args: dict[str, Any]) -> None:
+    width = tile.columns
+    targets = _rows(builder, args["c"], args["c_stride"], tile.rows, index(tile.rows))
+    places = [builder.add(row, index(LINE * j)) for row in targets for j in range(width)]
+    p_rows = _rows(builder, args["p"], args["p_stride"], tile.rows, index(tile.rows))
+    one = index(1)
+
+    def page_at(number: Any) -> Any:
+        entry = builder.add(args["page_list"], builder.shl(number, index(3)))
+        return builder.add(load(builder, entry, I64), args["offset"])
+
+    def add_unit(page: Any, number: Any, u: Any, sums: list[Any], mask: Any = None) -> list[Any]:
+        source = builder.add(page, builder.mul(u, args["v_stride"]))
+        units = [load(builder, builder.add(source, index(LINE * j)), VI) for j in range(width)]
+        if mask is not None:
+            units = [builder.and_(unit, mask) for unit in units]
+        step = builder.shl(builder.add(builder.mul(number, args["units"]), u), index(2))
+        changed = []
+        for i, row in enumerate(p_rows):
+            weight = splat(builder, load(builder, builder.add(row, step), I32), VI)
+            for j in range(width):
+                changed.append(_dot(builder, tile.tag, sums[i * width + j], units[j], weight))
+        return changed
+
+    last = builder.sub(args["pages"], one)
+    rest = builder.sub(args["last_units"], one)
+
+    def body(number: Any, sums: list[Any]) -> list[Any]:
+        page = page_at(number)
+        count = builder.select(builder.icmp_signed("==", number, last), rest, args["units"])
+        return _loop(builder, count, sums, lambda u, s: add_unit(page, number, u, s))
+
+    start = [load(builder, place, VF) for place in places]
+    sums = _loop(builder, args["pages"], start, body)
+    mask = splat(builder, builder.trunc(args["last_mask"], I32), VI)
+    sums = add_unit(page_at(last), last, rest, sums, mask)
+    for value, place in zip(sums, places):
+        store(builder, value, place)
+
+
+def _inner(builder: Any, tile: Tile, args: dict[str, Any]) -> None:
+    height, width = tile.rows, tile.columns
+    sources = _rows(builder, args["w"], args["w_stride"], height, args["w_last"])
+    inputs = _rows(builder, args["x"], args["x_stride"], width, args["x_last"])
+
+    def step(offset: Any, sums: list[Any], valid: Any = None) -> list[Any]:
+        def units(row: Any) -> Any:
+            place = builder.add(row, offset)
+            return load(builder, place, VI) if valid is None else _masked(builder, place, valid)
+
+        x_units = [units(row) for row in inputs]
+        changed = list(sums)
+        for i, row in enumerate(sources):
+            w_units = units(row)
+            if valid is None:
+                place = builder.add(builder.add(row, offset), args["ahead"])
+                _prefetch(builder, place, 3)
+            for j in range(width):
+                # A sum of results j * height + i: rows of X are rows of the output.
+                at = j * height + i
+                changed[at] = _dot(builder, tile.tag, changed[at], x_units[j], w_units)
+        return changed
+
+    whole = builder.ashr(args["units"], index(4))
+    rest = builder.and_(args["units"], index(LANES - 1))
+    sums = _loop(builder, whole, _zeros(tile), lambda i, s: step(builder.shl(i, index(6)), s))
+    valid = lanes_below(builder, rest)
+    some = builder.select(builder.icmp_signed(">", rest, index(0)), index(1), index(0))
+    sums = _loop(builder, some, sums, lambda i, s: step(builder.shl(whole, index(6)), s, valid))
+    totals = _reduce(builder, _floats(builder, tile, sums))
+    undefined = ir.Constant(VF, ir.Undefined)
+    for j in range(width):
+        lanes = list(range(j * height, (j + 1) * height))
+        picks = ir.Constant(ir.VectorType(I32, height), lanes)
+        part = builder.shuffle_vector(totals, undefined, picks)
+        store(builder, part, builder.add(args["out"], builder.mul(args["out_stride"], index(j))))
+
+
+def _masked(builder: Any, address: Any, valid: Any) -> Any:
+    """Load 16 units of which only the valid ones are touched; the others are 0."""
+    args = [pointer(builder, address, VI), ir.Constant(I32, 4), valid, const(0, VI)]
+    return call(builder, "llvm.masked.load.v16i32.p0", VI, args)
+
+
+def _shuffle(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
+    return builder.shuffle_vector(a, b, ir.Constant(VI, lanes))
+
+
+def _reduce(builder: Any, vectors: list[Any]) -> Any:
+    """Return the vector whose lane i is the sum of all lanes of ``vectors[i]``, 16 of them.
+
+    Four rounds, each of which halves the number of vectors: 15 additions instead of 16 sums
+    of 16 lanes each.
+    """
+    for bit in (1, 2, 4, 8):
+        merged = []
+        for a, b in zip(vectors[::2], vectors[1::2]):
+            # A lane takes from b where its bit is set; each half adds its other half.
+            own = [lane + LANES if lane & bit else lane for lane in range(LANES)]
+            far = [(lane ^ bit) + (LANES if lane & bit else 0) for lane in range(LANES)]
+            merged.append(builder.fadd(_shuffle(builder, a, b, own), _shuffle(builder, a, b, far)))
+        vectors = merged
+    return vectors[0]
+
+
+def _transpose(builder: Any, tile: Tile, args: dict[str, Any]) -> None:
+    rows = _rows(builder, args["source"], args["s_stride"], LANES, args["s_last"])
+    vectors = [load(builder, row, VI) for row in rows]
+    for bit in (1, 2, 4, 8):
+        for i in range(LANES):
+            if i & bit:
+                continue
+            a, b = vectors[i], vectors[i | bit]
+            low = [(lane ^ bit) + LANES if lane & bit else lane for lane in range(LANES)]
+            high = [lane + LANES if lane & bit else lane | bit for lane in range(LANES)]
+            vectors[i] = _shuffle(builder, a, b, low)
+            vectors[i | bit] = _shuffle(builder, a, b, high)
+    for j, vector in enumerate(vectors):
+        target = builder.add(args["target"], builder.mul(args["t_stride"], index(j)))
+        store(builder, vector, target)
+
+
+_BODIES = {"outer": _outer, "weigh": _weigh, "inner": _inner, "transpose": _transpose}
