@@ -67,12 +67,15 @@ test: $(STAMPS)/test
 	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(PYTEST_ARGS) \
 	  $(if $(TESTS),$(TESTS),--cov --cov-report=term --cov-fail-under=90)
 
+# All of them, whatever the first one finds.
 lint: $(STAMPS)/lint
-	@$(BIN)/ruff check .
-	@$(BIN)/ruff format --check .
-	@$(BIN)/mypy
-	@$(BIN)/lint-imports
-	@$(BIN)/python scripts/line_budget.py
+	@status=0; \
+	$(BIN)/ruff check . || status=1; \
+	$(BIN)/ruff format --check . || status=1; \
+	$(BIN)/mypy || status=1; \
+	$(BIN)/lint-imports || status=1; \
+	$(BIN)/python scripts/line_budget.py || status=1; \
+	exit $$status
 
 format: $(STAMPS)/lint
 	@$(BIN)/ruff check --fix .
