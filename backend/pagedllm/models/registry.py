@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from pagedllm.models.base import PagedModel
     from pagedllm.models.spec import DecoderSpec
+    from pagedllm_kernels.types import AttentionBackend
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ def load_model(
     device: str | torch.device = "cpu",
     model_impl: str = "auto",
     trust_remote_code: bool = False,
-    attention: str = "auto",
+    attention: str | AttentionBackend = "auto",
     revision: str | None = None,
     progress: bool = False,
 ) -> PagedModel:
@@ -44,7 +45,8 @@ def load_model(
         device: where it runs.
         model_impl: ``auto``, ``native`` or ``generic``.
         trust_remote_code: whether code that comes with the model may run.
-        attention: a name from :func:`pagedllm_kernels.attention_backends`, or ``auto``.
+        attention: an implementation, a name from
+            :func:`pagedllm_kernels.attention_backends`, or ``auto``.
         revision: branch, tag or commit of a repository.
         progress: whether a bar shows the loading.
 
@@ -58,7 +60,6 @@ def load_model(
     from pagedllm.models.checkpoint import eos_token_ids, generation_config, open_checkpoint
     from pagedllm.models.precision import choose_dtype
     from pagedllm.models.support import check_supported
-    from pagedllm_kernels import select_attention
 
     _check_tier(model_impl)
     place = torch.device(device)
@@ -66,7 +67,7 @@ def load_model(
     config = checkpoint.config
     architecture = check_supported(config, trust_remote_code=trust_remote_code)
     chosen = choose_dtype(dtype, getattr(config, "dtype", None), place)
-    backend = _attention(select_attention, place, chosen, attention)
+    backend = _attention(attention, place, chosen)
     eos = eos_token_ids(generation_config(checkpoint.folder), config)
 
     def native(spec: DecoderSpec) -> PagedModel:
@@ -90,7 +91,10 @@ def load_model(
 
 
 def wrap_model(
-    model: PreTrainedModel, *, model_impl: str = "auto", attention: str = "auto"
+    model: PreTrainedModel,
+    *,
+    model_impl: str = "auto",
+    attention: str | AttentionBackend = "auto",
 ) -> PagedModel:
     """Run a transformers model that the caller already holds; its weights are shared.
 
@@ -103,11 +107,10 @@ def wrap_model(
     """
     from pagedllm.models.checkpoint import eos_token_ids
     from pagedllm.models.support import check_class, plain_model
-    from pagedllm_kernels import select_attention
 
     _check_tier(model_impl)
     architecture = check_class(type(model), model.config)
-    backend = _attention(select_attention, model.device, model.dtype, attention)
+    backend = _attention(attention, model.device, model.dtype)
     eos = eos_token_ids(getattr(model, "generation_config", None), model.config)
 
     def native(spec: DecoderSpec) -> PagedModel:
@@ -167,9 +170,15 @@ def _check_tier(model_impl: str) -> None:
         )
 
 
-def _attention(select: Any, device: torch.device, dtype: torch.dtype, name: str) -> Any:
+def _attention(
+    asked: str | AttentionBackend, device: torch.device, dtype: torch.dtype
+) -> AttentionBackend:
+    from pagedllm_kernels import select_attention
+
+    if not isinstance(asked, str):
+        return asked
     try:
-        return select(device, dtype, None if name == "auto" else name)
+        return select_attention(device, dtype, asked)
     except ValueError as error:
         raise ConfigError(str(error), "attention") from error
 
