@@ -8,6 +8,7 @@ interpreter's exit each give all memory back.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import queue
 import sys
@@ -19,12 +20,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pagedllm.config import Config
+from pagedllm.engine.driven import DrivenSequences, Room
 from pagedllm.engine.intake import Intake
 from pagedllm.engine.loop import EngineLoop
 from pagedllm.engine.requests import RequestState
 from pagedllm.engine.streams import AsyncOutputStream, OutputStream
 from pagedllm.engine.text import TokenDecoder, load_tokenizer
 from pagedllm.errors import ConfigError, RequestAbortedError, ValidationError
+from pagedllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,7 +41,6 @@ if TYPE_CHECKING:
     from pagedllm.metrics import EngineStats
     from pagedllm.models.base import PagedModel
     from pagedllm.outputs import RequestOutput
-    from pagedllm.sampling_params import SamplingParams
     from pagedllm.types import ModelInfo, Request
 
 Messages = Sequence[Mapping[str, Any]]
@@ -115,6 +117,7 @@ class _Client:
         self._tokenizer = tokenizer
         self._decoder = None if tokenizer is None else TokenDecoder(tokenizer)
         self._intake = Intake(config, self._loop.info, tokenizer)
+        self._room = Room(config.max_batch_size, self._loop.info.num_pages, config.page_size)
         # Runs when the last reference goes, and at exit.
         self._finalizer = weakref.finalize(self, EngineLoop.close, self._loop)
 
@@ -132,6 +135,31 @@ class _Client:
                 "skip_tokenizer_init",
             )
         return self._tokenizer
+
+    def tokenize(self, text: str) -> list[int]:
+        """Return a prompt's token ids, special tokens included; any thread may call it.
+
+        Raises:
+            ValidationError: it is empty or no valid Unicode, or there is no tokenizer.
+        """
+        return self._intake.tokenize(text)
+
+    def apply_chat_template(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        **template_options: Any,
+    ) -> list[int]:
+        """Return the token ids that :meth:`chat` would continue; any thread may call it.
+
+        Raises:
+            ValidationError: there is no chat template, or it cannot format the messages.
+        """
+        return self._intake.chat(
+            messages, tools=tools, chat_template=chat_template, **template_options
+        )
 
     def stats(self) -> EngineStats:
         """Counters, and the batch and cache at this moment. Raises EngineClosedError."""
@@ -286,6 +314,33 @@ class LLM(_Client):
             messages, tools=tools, chat_template=chat_template, **template_options
         )
         return self.stream(prompt, sampling_params)
+
+    def drive(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> DrivenSequences:
+        """Start sequences whose tokens the caller chooses: beam search, guided decoding.
+
+        Example::
+
+            with llm.drive([[1, 2, 3]], max_tokens=20) as rows:
+                while not done:
+                    rows.advance([int(rows.logits[0].argmax())])
+
+        Args:
+            prompts: token ids of each row; equal ones share their pages.
+            max_tokens: most tokens that any row will be given.
+
+        Returns:
+            the rows, with the logits that follow their prompts; close them, or use ``with``.
+
+        Raises:
+            ValidationError: they do not fit the model or the cache.
+        """
+        params = SamplingParams(max_tokens=max_tokens)
+        requests = [
+            dataclasses.replace(self._intake.request(list(prompt), params), driven=True)
+            for prompt in prompts
+        ]
+        length = max(len(request.prompt_token_ids) for request in requests) + max_tokens
+        return DrivenSequences(self._loop, requests, self._room.claim(len(requests), length))
 
     def abort(self, request_id: str) -> None:
         """End a request of another thread; what it has so far is its result."""

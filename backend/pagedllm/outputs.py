@@ -55,6 +55,9 @@ class CompletionOutput:
     """What ``text`` gained since this consumer's previous output."""
     new_token_ids: Sequence[int] = ()
     """What ``token_ids`` gained since this consumer's previous output."""
+    text_offsets: Sequence[int] = ()
+    """Per generated token, ``len(text)`` once it was added: which part of the text it gave.
+    A token whose text was held back gives it with a later one."""
 
     @property
     def finished(self) -> bool:

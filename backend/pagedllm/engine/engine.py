@@ -19,7 +19,10 @@ from pagedllm.errors import ConfigError, EngineClosedError, EngineError, Request
 from pagedllm.metrics import Counters, EngineStats
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pagedllm.config import Config
+    from pagedllm.engine.driven import DrivenGroup
     from pagedllm.engine.requests import RequestState
     from pagedllm.engine.scheduler import SequenceUpdate
     from pagedllm.errors import PagedLLMError
@@ -63,15 +66,21 @@ class Engine:
         self._requests: dict[str, RequestState] = {}
         self._outputs: dict[SequenceState, tuple[RequestState, OutputState]] = {}
         self._touched: dict[str, RequestState] = {}
+        self._driven: dict[SequenceState, DrivenGroup] = {}
         self._in_flight = 0
         self._order = 0
+        # Nothing can be computed until a caller of driven sequences moves on.
+        self._stalled = False
         self._counters = Counters()
         self._fatal: EngineError | None = None
 
     @property
     def has_work(self) -> bool:
         """Whether a step could do anything."""
-        return bool(self._requests) or self._in_flight > 0
+        if self._stalled:
+            return False
+        waiting = any(group.awaited for group in self._driven.values())
+        return bool(self._requests) or self._in_flight > 0 or waiting
 
     @property
     def num_unfinished(self) -> int:
@@ -83,6 +92,7 @@ class Engine:
     def add(self, state: RequestState, max_tokens: int) -> None:
         """Queue a request; one that cannot be queued fails at once."""
         request = state.request
+        self._stalled = False
         if self._fatal is not None:
             self._fail_unqueued(state, self._fatal)
             return
@@ -102,11 +112,10 @@ class Engine:
                 request=request,
                 index=index,
                 seed=(seed + index) & _SEED_MASK,
-                order=self._order,
+                order=self._next_order(),
                 max_tokens=max_tokens,
                 tokens=list(request.prompt_token_ids),
             )
-            self._order += 1
             writer = OutputText(state.decoder, request.prompt_token_ids, request.params)
             output = OutputState(sequence, writer)
             state.outputs.append(output)
@@ -117,11 +126,16 @@ class Engine:
         self._counters.prompt_tokens += len(request.prompt_token_ids)
         self.scheduler.add(sequences)
 
+    def _next_order(self) -> int:
+        self._order += 1
+        return self._order
+
     def abort(self, request_id: str) -> bool:
         """End a request and free its pages; False when it is not (or no longer) here."""
         state = self._requests.get(request_id)
         if state is None:
             return False
+        self._stalled = False
         self._end(state, "abort", RequestAbortedError(f"request {request_id!r} was aborted"))
         self._notify()
         return True
@@ -130,6 +144,45 @@ class Engine:
         """Fail every request because the engine closes."""
         self._fail_all(EngineClosedError("the engine was closed before the request finished"))
         self._notify()
+
+    # -- sequences that a caller drives --------------------------------------------
+
+    def drive(self, group: DrivenGroup) -> None:
+        """Compute the prompts of a group's rows; their logits are its result."""
+        if self._fatal is not None:
+            group.fail(self._fatal)
+            return
+        for family in group.begin(self._next_order):
+            self.scheduler.add(family)
+            self._driven.update(dict.fromkeys(family, group))
+        self._counters.prompt_tokens += sum(len(s.tokens) for s in group.rows)
+        self._stalled = False
+
+    def advance(self, group: DrivenGroup, tokens: Sequence[int], parents: Sequence[int]) -> None:
+        """Give a group's rows their next tokens; see :meth:`DrivenGroup.plan`."""
+        if self._fatal is not None:
+            group.fail(self._fatal)
+            return
+        left = set(group.rows)
+        going, forks = group.plan(tokens, parents, self._next_order)
+        for parent, child in forks:
+            self.scheduler.fork(parent, child)
+            self._driven[child] = group
+        for sequence, token in going:
+            self.scheduler.append(sequence, token)
+        for sequence in left.difference(group.rows):
+            del self._driven[sequence]
+            self.scheduler.remove(sequence)
+        self._counters.generated_tokens += len(tokens)
+        self._stalled = False
+
+    def leave(self, group: DrivenGroup) -> None:
+        """Free a group's pages."""
+        group.awaited.clear()
+        for sequence in group.rows:
+            if self._driven.pop(sequence, None) is not None:
+                self.scheduler.remove(sequence)
+        self._stalled = False
 
     # -- steps ---------------------------------------------------------------------
 
@@ -143,6 +196,8 @@ class Engine:
                 self._counters.steps += 1
                 for update in self.scheduler.update(output):
                     self._take(update)
+            elif self._driven:
+                self._stalled = True
             elif self._requests:
                 raise EngineError("the scheduler found nothing to compute: a bug in pagedllm")
         except Exception as error:  # noqa: BLE001 - reported to every request; see below
@@ -165,6 +220,14 @@ class Engine:
             self._counters.computed_tokens += step.num_tokens
 
     def _take(self, update: SequenceUpdate) -> None:
+        group = self._driven.get(update.sequence)
+        if group is not None:
+            if update.error is not None:
+                self.leave(group)
+                group.fail(_engine_error(update.error))
+            else:
+                group.take(update.sequence, update.output.logits)
+            return
         found = self._outputs.get(update.sequence)
         if found is None:  # another answer of its request failed in this very step
             return
@@ -204,11 +267,13 @@ class Engine:
         ends = count >= params.min_tokens and (is_eos or token in params.stop_token_ids)
         new, stop = output.writer.feed(token, ends)
         output.text += new
+        output.text_offsets.append(len(output.text))
         if not ends and stop is None:
             if count < sequence.max_tokens:
                 return None
             rest, stop = output.writer.finish()
             output.text += rest
+            output.text_offsets[-1] = len(output.text)
         output.stop_reason = token if ends and not is_eos else stop
         return "stop" if ends or stop is not None else "length"
 
@@ -248,6 +313,9 @@ class Engine:
     def _fail_all(self, error: PagedLLMError) -> None:
         for state in list(self._requests.values()):
             self._end(state, "error", error)
+        for group in set(self._driven.values()):
+            self.leave(group)
+            group.fail(error)
 
     def _notify(self) -> None:
         for state in self._touched.values():

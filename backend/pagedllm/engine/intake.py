@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from pagedllm.engine import text
 from pagedllm.errors import RequestTooLongError, ValidationError
 from pagedllm.sampling_params import SamplingParams
+from pagedllm.structured.grammar import GrammarCompiler
 from pagedllm.types import Request
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class Intake:
         self._lock = threading.Lock()
         own = getattr(tokenizer, "eos_token_id", None)
         self._eos = info.eos_token_ids | (frozenset() if own is None else frozenset({own}))
+        self._grammars: GrammarCompiler | None = None
 
     def request(
         self,
@@ -78,6 +80,7 @@ class Intake:
             token_ids = token_ids[-params.truncate_prompt_tokens :]
         self._check_params(params)
         self._check_length(len(token_ids), params)
+        params = self._with_grammar(params)
         number = next(self._numbers)
         return Request(
             request_id=request_id if request_id is not None else f"request-{number}",
@@ -111,6 +114,13 @@ class Intake:
                 **options,
             )
 
+    def tokenize(self, prompt: str) -> list[int]:
+        """Return a text's token ids. Raises ValidationError."""
+        if self._tokenizer is None:
+            raise ValidationError(_NO_TOKENIZER.format("a text prompt"), "prompt")
+        with self._lock:
+            return text.encode_prompt(self._tokenizer, prompt)
+
     def max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         """Return the tokens that a request may generate."""
         limits = [self._info.max_model_len - num_prompt_tokens]
@@ -132,10 +142,7 @@ class Intake:
                 )
             (prompt,) = prompt.values()
         if isinstance(prompt, str):
-            if self._tokenizer is None:
-                raise ValidationError(_NO_TOKENIZER.format("a text prompt"), "prompt")
-            with self._lock:
-                return prompt, tuple(text.encode_prompt(self._tokenizer, prompt))
+            return prompt, tuple(self.tokenize(prompt))
         return None, self._token_ids(prompt)
 
     def _token_ids(self, prompt: object) -> tuple[int, ...]:
@@ -201,6 +208,21 @@ class Intake:
                 f"for as many as fit",
                 "max_tokens",
             )
+
+    def _with_grammar(self, params: SamplingParams) -> SamplingParams:
+        """Add the structured output's grammar, compiled, to the logits processors."""
+        spec = params.structured_output
+        if spec is None:
+            return params
+        if self._tokenizer is None:
+            raise ValidationError(_NO_TOKENIZER.format("structured_output"), "structured_output")
+        with self._lock:
+            if self._grammars is None:
+                self._grammars = GrammarCompiler(
+                    self._tokenizer, self._info.vocab_size, self._eos
+                )
+        grammar = self._grammars.grammar(spec)
+        return params.replace(logits_processors=(*params.logits_processors, grammar))
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         if not params.bad_words or self._tokenizer is None:

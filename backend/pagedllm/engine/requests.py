@@ -31,7 +31,11 @@ class OutputState:
     writer: OutputText
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
+    text_offsets: list[int] = field(default_factory=list)
+    """``len(text)`` after each token."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    decoded_logprobs: list[Mapping[int, Logprob]] = field(default_factory=list)
+    """``logprobs`` as consumers see them, as far as one has asked: made once, not per snapshot."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
@@ -96,7 +100,9 @@ class RequestState:
         cursor.read[index] = (len(output.text), len(output.token_ids))
         logprobs, cumulative = None, None
         if self.request.params.logprobs is not None:
-            logprobs = [self._decoded(entry) for entry in output.logprobs]
+            known = output.decoded_logprobs
+            known += [self._decoded(entry) for entry in output.logprobs[len(known) :]]
+            logprobs = list(known)
             cumulative = sum(entry.logprob for entry in output.logprobs)
         return CompletionOutput(
             index=index,
@@ -108,6 +114,7 @@ class RequestState:
             stop_reason=output.stop_reason,
             text_delta=output.text[characters:],
             new_token_ids=output.token_ids[tokens:],
+            text_offsets=list(output.text_offsets),
         )
 
     def _prompt_logprobs(self) -> list[Mapping[int, Logprob] | None] | None:
