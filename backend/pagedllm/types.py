@@ -8,7 +8,7 @@ order and never sees the scheduler's own state.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,6 +34,8 @@ class Request:
     """Seconds of ``time.monotonic()``."""
     cache_salt: str = ""
     """Requests share cached prefixes only when their salts are equal."""
+    driven: bool = False
+    """Its tokens come from the caller, who is given the logits, instead of from a draw."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,8 @@ class SlotInit:
     determines that token's draw, whatever else is in the batch."""
     eos_token_ids: frozenset[int] = frozenset()
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    driven: bool = False
+    """Give back the logits and draw nothing: see :attr:`Request.driven`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +82,15 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleStep:
-    """What a worker does in one step, in this order: release, add, write tables, copy, run."""
+    """What a worker does in one step: release, add, append, write tables, copy, run."""
 
     step_id: int
     rows: tuple[Row, ...]
     released: tuple[int, ...] = ()
     """Slots whose sequence left (finished, aborted or preempted)."""
     added: tuple[SlotInit, ...] = ()
+    appended: tuple[tuple[int, int], ...] = ()
+    """(slot, token): the next token of a driven sequence, as its caller chose it."""
     page_writes: tuple[PageWrite, ...] = ()
     page_copies: tuple[tuple[int, int], ...] = ()
     """(source page, destination page): copy on write, before any row runs."""
@@ -118,6 +124,8 @@ class RowOutput:
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """Of the prompt tokens at positions ``start + 1 ... start + count`` (within the prompt)."""
+    logits: Any = None
+    """Of a driven row: float32 [vocab], the model's own; ``token_id`` is None then."""
     error: BaseException | None = None
     """Set when this row alone failed, such as in its own logits processor."""
 

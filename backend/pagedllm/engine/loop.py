@@ -68,9 +68,13 @@ class EngineLoop:
 
     def abort(self, request_id: str) -> None:
         """End a request, if it is still there. A closed engine has ended it already."""
+        self.post(partial(Engine.abort, request_id=request_id))
+
+    def post(self, function: Callable[[Engine], Any]) -> None:
+        """Run a function in the engine's thread, between two steps, unless it is closed."""
         with self._gate:
             if not self._closed.is_set():
-                self._commands.put(partial(Engine.abort, request_id=request_id))
+                self._commands.put(function)
 
     def call(self, function: Callable[[Engine], T]) -> T:
         """Run a function in the engine's thread, between two steps, and return its result.

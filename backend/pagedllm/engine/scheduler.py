@@ -76,6 +76,7 @@ class Scheduler:
         self._generations = [0] * max_batch_size
         self._in_slot: list[SequenceState | None] = [None] * max_batch_size
         self._released: list[int] = []
+        self._appended: dict[int, int] = {}  # by slot
         self._computing: dict[bytes, SequenceState] = {}
         self._steps: dict[int, tuple[Row, ...]] = {}
         self._next_step = 0
@@ -106,6 +107,19 @@ class Scheduler:
         self._num_held_back += len(followers)
         self._waiting.push(leader)
 
+    def append(self, sequence: SequenceState, token: int) -> None:
+        """Take a driven sequence's next token from its caller."""
+        sequence.tokens.append(token)
+        if sequence.status is Status.RUNNING:
+            self._appended[sequence.slot] = token
+
+    def fork(self, parent: SequenceState, child: SequenceState) -> None:
+        """Queue a sequence that is another one's computed tokens and one more: pages shared."""
+        full = parent.num_computed // self.cache.page_size
+        child.table.hashes.extend(parent.table.hashes[:full])
+        child.leader = parent
+        self._waiting.push(child)
+
     def remove(self, sequence: SequenceState) -> None:
         """A sequence finished or was aborted: its slot and pages are free at once."""
         if sequence.status is Status.RUNNING:
@@ -127,6 +141,7 @@ class Scheduler:
         self._in_slot[sequence.slot] = None
         self._free_slots.append(sequence.slot)
         self._released.append(sequence.slot)
+        self._appended.pop(sequence.slot, None)
         sequence.slot = sequence.generation = -1
         sequence.num_computed = sequence.num_scheduled = sequence.num_pending = 0
 
@@ -161,11 +176,13 @@ class Scheduler:
             rows=tuple(draft.rows),
             released=tuple(self._released),
             added=tuple(draft.added),
+            appended=tuple(self._appended.items()),
             page_writes=tuple(draft.page_writes),
             page_copies=tuple(draft.page_copies),
         )
         self._next_step += 1
         self._released.clear()
+        self._appended.clear()
         self._steps[step.step_id] = step.rows
         return step
 
@@ -205,7 +222,7 @@ class Scheduler:
             draft.page_writes.append(PageWrite(sequence.slot, change.index, change.page_ids))
         draft.page_copies.extend(change.copies)
         sequence.num_scheduled = start + count
-        sequence.num_pending += sample
+        sequence.num_pending += sample and not sequence.driven
 
     def _make_room_for_urgent(self) -> None:
         urgent = self._waiting.peek()
@@ -317,6 +334,7 @@ class Scheduler:
                 seed=sequence.seed,
                 eos_token_ids=sequence.request.eos_token_ids,
                 bad_words_ids=sequence.request.bad_words_ids,
+                driven=sequence.driven,
             )
         )
         change = self.cache.extend(sequence.table, start, start + count)
@@ -362,7 +380,7 @@ class Scheduler:
 
     def _take(self, sequence: SequenceState, row: Row, result: RowOutput) -> None:
         sequence.num_computed = row.start + row.count
-        if row.sample:
+        if row.sample and not sequence.driven:
             sequence.num_pending -= 1
             if result.token_id is None:
                 raise RuntimeError(f"step returned no token for a row that samples: {row}")

@@ -65,6 +65,11 @@ class SequenceState:
         return len(self.request.prompt_token_ids)
 
     @property
+    def driven(self) -> bool:
+        """Whether its tokens come from the caller."""
+        return self.request.driven
+
+    @property
     def num_output_tokens(self) -> int:
         """Tokens generated and known."""
         return len(self.tokens) - self.num_prompt_tokens

@@ -121,6 +121,8 @@ class SlotState:
     eos_token_ids: frozenset[int] = frozenset()
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     """Token sequences that must not be completed."""
+    driven: bool = False
+    """Its tokens come from the caller, who is given the logits."""
     plan: LogitPlan = field(init=False)
     edits_always: bool = field(init=False)
     """Whether something changes the logits in every step."""
@@ -155,6 +157,7 @@ class SlotState:
             tokens=tokens,
             eos_token_ids=init.eos_token_ids,
             bad_words_ids=tuple(tuple(word) for word in bad_words_ids),
+            driven=init.driven,
         )
 
     @property

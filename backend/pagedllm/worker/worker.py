@@ -88,6 +88,11 @@ class Worker:
             self._slots[slot] = None
         for init in step.added:
             self._slots[init.slot] = SlotState.from_init(init, init.bad_words_ids)
+        for slot, token in step.appended:
+            state = self._slots[slot]
+            if state is None:
+                raise RuntimeError(f"slot {slot} is empty")
+            state.append(token)
         for write in step.page_writes:
             end = write.index + len(write.page_ids)
             self._page_tables[write.slot, write.index : end] = write.page_ids
@@ -104,24 +109,43 @@ class Worker:
         logits = self._model.forward(batch, self._cache)
         drawn = self._draw(rows, logit_rows, logits)
         prompt = self._prompt_logprobs(rows, logit_rows, logits)
+        given = self._handed_out(rows, logit_rows, logits)
         return tuple(
-            _output(row, drawn.get(index), prompt.get(index, ())) for index, row in enumerate(rows)
+            RowOutput(row.slot, row.generation, logits=given[index])
+            if index in given
+            else _output(row, drawn.get(index), prompt.get(index, ()))
+            for index, row in enumerate(rows)
         )
+
+    def _handed_out(
+        self, rows: Sequence[Row], where: LogitRows, logits: torch.Tensor
+    ) -> dict[int, torch.Tensor]:
+        """The logits of driven rows, whose callers choose the tokens."""
+        return {
+            index: logits[last]
+            for index, last in zip(where.sampling, where.last, strict=True)
+            if self._state(rows[index]).driven
+        }
 
     def _draw(
         self, rows: Sequence[Row], where: LogitRows, logits: torch.Tensor
     ) -> dict[int, Sampled | Exception]:
-        if not where.sampling:
+        drawing = [
+            (index, last)
+            for index, last in zip(where.sampling, where.last, strict=True)
+            if not self._state(rows[index]).driven
+        ]
+        if not drawing:
             return {}
-        states = [self._state(rows[index]) for index in where.sampling]
-        if len(where.last) != len(logits):
-            logits = logits[list(where.last)]
+        states = [self._state(rows[index]) for index, _ in drawing]
+        if len(drawing) != len(logits):
+            logits = logits[[last for _, last in drawing]]
         drawn = self._sampler.sample(logits, states)
         for state, result in zip(states, drawn, strict=True):
             # A row that failed gets any token, for the steps that were submitted behind it;
             # the engine drops their results.
             state.append(0 if isinstance(result, Exception) else result.token_id)
-        return dict(zip(where.sampling, drawn, strict=True))
+        return {index: result for (index, _), result in zip(drawing, drawn, strict=True)}
 
     def _prompt_logprobs(
         self, rows: Sequence[Row], where: LogitRows, logits: torch.Tensor
