@@ -54,7 +54,7 @@ def byte_level() -> PreTrainedTokenizerFast:
 def byte_fallback() -> PreTrainedTokenizerFast:
     """As Llama 2, Mistral, Gemma: word pieces, bytes for the rest, no space at the start."""
     pieces = [("<unk>", 0.0)] + [(f"<0x{byte:02X}>", -20.0) for byte in range(256)]
-    words = "the The capital of France is Paris and it far from here return for in x".split()
+    words = ["the", "The", "capital", "of", "France", "is", "Paris", "and", "it", "far", "here"]
     pieces += [("▁" + word, -2.0) for word in words] + [(word, -3.0) for word in words]
     pieces += [(c, -6.0) for c in "▁abcdefghijklmnopqrstuvwxyzTFPI.,!?'()[]{}\n東京é"]
     pieces += [("▁▁", -5.0), ("▁▁▁", -5.0)]

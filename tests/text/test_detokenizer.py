@@ -9,9 +9,9 @@ from itertools import groupby
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from text_tokenizers import CORPUS, FAMILIES
 
 from pagedllm.engine.text import IncrementalDetokenizer, TokenDecoder
+from text_tokenizers import CORPUS, FAMILIES
 
 TOKENIZERS = {name: build() for name, build in FAMILIES.items()}
 BROKEN = "\ufffd"

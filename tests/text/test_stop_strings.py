@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from text_tokenizers import byte_fallback, byte_level
 
 from pagedllm import SamplingParams
 from pagedllm.engine.text import OutputText, StopStrings, TokenDecoder
+from text_tokenizers import byte_fallback, byte_level
 
 BYTE_LEVEL = byte_level()
 
@@ -25,7 +27,7 @@ def naive(text, stops, include, first=0):
 
 def pieces_of(text, cuts):
     places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
-    return [text[a:b] for a, b in zip(places, places[1:], strict=False)]
+    return [text[a:b] for a, b in pairwise(places)]
 
 
 @settings(max_examples=600, deadline=None)

@@ -96,9 +96,10 @@ class Sampler:
         logprobs: list[list[float]] = [[]] * len(own)
         if k > 0:
             best, columns = top_values(logits, min(k + _TIES, logits.shape[1]))
-            top, top_ids = (best - normaliser).cpu().numpy(), columns.cpu().numpy()
-            order = np.lexsort((top_ids, -top), axis=1)[:, :k]
+            top_ids = columns.cpu().numpy()
+            order = np.lexsort((top_ids, -best.cpu().numpy()), axis=1)[:, :k]
             ids = np.take_along_axis(top_ids, order, axis=1).tolist()
+            top = (best - normaliser).cpu().numpy()
             logprobs = np.take_along_axis(top, order, axis=1).tolist()
         return [
             TokenLogprobs(token, logprob, rank, tuple(others), tuple(values))

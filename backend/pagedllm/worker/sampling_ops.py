@@ -20,8 +20,12 @@ if TYPE_CHECKING:
 
 _BLOCK = 32
 """Columns whose maximum stands for them when the largest values are sought."""
+_CHUNK = 2**19
+"""Logits worked on at a time on a CPU, so that what is in between stays in its cache."""
 _SLACK = 16
 """Candidates beyond ``top_k``, so that ties with the last one are seen."""
+_PART = 64
+"""Columns that are summed up before the one that is drawn is sought among them."""
 _NUCLEUS = 240
 """Candidates tried first when only ``top_p`` or ``min_p`` limit them."""
 _MIN_TEMPERATURE = 1e-30
@@ -131,113 +135,100 @@ def draw(x: Tensor, params: DrawParams) -> NDArray[np.int64]:
     Returns:
         int64 [r]; -1 where a row has a NaN or infinity, or nothing but -inf.
     """
-    limited = (
-        ((params.top_k > 0) & (params.top_k < x.shape[1]))
-        | (params.top_p < 1.0)
-        | (params.min_p > 0.0)
-    )
-    if limited.all():
-        return _draw_limited(x, params)
-    if not limited.any():
-        return _draw_all(x, params)
-    tokens = np.empty(len(limited), np.int64)
-    for mask, function in ((limited, _draw_limited), (~limited, _draw_all)):
-        rows = np.flatnonzero(mask)
-        tokens[rows] = function(take_rows(x, rows), params.take(rows))
+    width = x.shape[1]
+    has_k = (params.top_k > 0) & (params.top_k < width)
+    limited = has_k | (params.top_p < 1.0) | (params.min_p > 0.0)
+    count = np.where(limited, np.where(has_k, params.top_k, _NUCLEUS) + _SLACK, width)
+    # Rows that few candidates will do for; rows with a large top_k; rows without a limit.
+    # Apart, so that none pays for another.
+    small, large = limited & (count <= _NUCLEUS + _SLACK), limited & (count < width)
+    size = max(1, _CHUNK // width) if x.device.type == "cpu" else len(x)
+    tokens = np.empty(len(x), np.int64)
+    for group in (small, large & ~small, ~large):
+        indices = np.flatnonzero(group)
+        for start in range(0, len(indices), size):
+            rows = indices[start : start + size]
+            some, some_params = take_rows(x, rows), params.take(rows)
+            if group is small or large[rows[0]]:
+                tokens[rows] = _draw_from_top(some, some_params, int(count[rows].max()))
+            else:
+                tokens[rows] = _draw_from_all(some, some_params)
     return tokens
 
 
-def _draw_all(x: Tensor, params: DrawParams) -> NDArray[np.int64]:
-    """:func:`draw` for rows without top_k, top_p or min_p: no sort."""
+def _draw_from_all(x: Tensor, params: DrawParams) -> NDArray[np.int64]:
+    """:func:`draw`, looking at the whole vocabulary; sorts it only for top_k and top_p."""
     top = x.amax(dim=1, keepdim=True)
-    weights = _tempered(x, top, params)
-    typical_(weights, params)
-    return _inverse_cdf(weights.exp_(), top, params).cpu().numpy()
+    logits = _tempered(x, top, params)
+    if (params.top_k > 0).any() or (params.top_p < 1.0).any():
+        logits.masked_fill_(logits < cutoffs(_descending(logits), params), -torch.inf)
+    elif (params.min_p > 0.0).any():
+        logits.masked_fill_(logits < cutoffs(torch.zeros_like(top), params), -torch.inf)
+    typical_(logits, params)
+    return _inverse_cdf(logits.exp_(), top, params).cpu().numpy()
 
 
-def _draw_limited(x: Tensor, params: DrawParams) -> NDArray[np.int64]:
-    """:func:`draw` for rows with top_k, top_p or min_p: few candidates, hence no full sort."""
-    width = x.shape[1]
-    ks = np.where((params.top_k > 0) & (params.top_k < width), params.top_k, _NUCLEUS)
-    tokens = np.empty(len(ks), np.int64)
-    cut_short = np.zeros(len(ks), np.bool_)
-    for group in (ks <= _NUCLEUS, ks > _NUCLEUS):  # a large top_k is dear for its own row only
-        rows = np.flatnonzero(group)
-        if len(rows):
-            count = min(int(ks[rows].max()) + _SLACK, width)
-            tokens[rows], cut_short[rows] = _draw_from_top(
-                take_rows(x, rows), params.take(rows), count
-            )
-    rows = np.flatnonzero(cut_short)
-    if len(rows):  # a flat distribution, or ties beyond the last candidate
-        tokens[rows], _ = _draw_from_top(take_rows(x, rows), params.take(rows), width)
-    return tokens
+def _draw_from_top(x: Tensor, params: DrawParams, count: int) -> NDArray[np.int64]:
+    """:func:`draw`, looking at each row's ``count`` largest logits.
 
-
-def _draw_from_top(
-    x: Tensor, params: DrawParams, count: int
-) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Draw from each row's ``count`` largest values.
-
-    Returns:
-        int64 [r], the tokens, and bool [r], whether the filters might have kept more than
-        ``count``, so that the token must not be used.
+    Where those turn out not to do, in a flat distribution or with ties beyond the last of
+    them, it looks at all.
     """
-    width = x.shape[1]
     values, ids = top_values(x, count)
     top = values[:, :1]
     total = None
-    nucleus = params.top_p < 1.0
-    if (nucleus & ~((params.top_k > 0) & (params.top_k < width))).any() and count < width:
-        total = _tempered(x, top, params).exp_().sum(dim=1, dtype=torch.float64)
+    if ((params.top_p < 1.0) & (params.top_k <= 0)).any():
+        total = _tempered(x, top, params).exp_().sum(dim=1, keepdim=True, dtype=torch.float64)
     logits = _tempered(values, top, params)
-    keep = keep_sorted(logits, params, total, width)
-    cut_short = keep[:, -1] if count < width else keep.new_zeros(len(keep))
-    logits.masked_fill_(~keep, -torch.inf)
-    typical_(logits, params)
+    cut = cutoffs(logits, params, total)
+    cut_short = cut[:, 0] <= logits[:, -1]
     ids, order = ids.sort(dim=1)
-    places = _inverse_cdf(logits.exp_().gather(1, order), top, params)
+    logits = logits.masked_fill_(logits < cut, -torch.inf).gather(1, order)
+    typical_(logits, params)
+    places = _inverse_cdf(logits.exp_(), top, params)
     tokens = torch.where(places >= 0, ids.gather(1, places.clamp(min=0)[:, None])[:, 0], -1)
-    both = torch.stack((tokens, cut_short.long())).cpu().numpy()
-    return both[0], both[1].astype(np.bool_)
+    found: NDArray[np.int64]
+    found, redo = torch.stack((tokens, cut_short.long())).cpu().numpy()
+    rows = np.flatnonzero(redo)
+    if len(rows):
+        found[rows] = _draw_from_all(take_rows(x, rows), params.take(rows))
+    return found
 
 
-def keep_sorted(logits: Tensor, params: DrawParams, total: Tensor | None, width: int) -> Tensor:
-    """Which candidates top_k, then top_p, then min_p keep.
+def cutoffs(logits: Tensor, params: DrawParams, total: Tensor | None = None) -> Tensor:
+    """The lowest logit that top_k, then top_p, then min_p keep.
 
     Args:
-        logits: float32 [r, n] in descending order, the first 0 (their maximum subtracted),
-            divided by the temperature.
+        logits: float32 [r, n], each row's largest, in descending order and divided by the
+            temperature, the first 0 (their maximum subtracted).
         params: of the r rows.
-        total: float64 [r], the sum of ``exp`` of a row over the whole vocabulary, used for
-            rows with top_p and no top_k; None when the n candidates are all there are.
-        width: V, the size of the vocabulary.
+        total: float64 [r, 1], the sum of ``exp`` over the whole vocabulary, for rows with
+            top_p and no top_k; None when the n logits are all there are.
 
     Returns:
-        bool [r, n], true for a run of candidates from the first on that ends between two
-        different values.
+        float32 [r, 1], at most 0.
     """
     device, n = logits.device, logits.shape[1]
-    has_k = (params.top_k > 0) & (params.top_k < width)
-    last = to_device(np.where(has_k, np.minimum(params.top_k, n), n) - 1, device)
-    keep = logits >= logits.gather(1, last[:, None])
+    has_k = to_device(params.top_k > 0, device)[:, None]
+    last = to_device(np.clip(params.top_k, 1, n) - 1, device)[:, None]
+    cut = torch.where(has_k, logits.gather(1, last), -torch.inf)
     if (params.top_p < 1.0).any():
-        weights = torch.where(keep, logits, -torch.inf).double().exp_()
+        weights = logits.exp().masked_fill_(logits < cut, 0.0).double()
         mass = weights.cumsum(dim=1)
-        whole = mass[:, -1]
+        whole = mass[:, -1:]
         if total is not None:
-            whole = torch.where(to_device(has_k, device), whole, total)
+            whole = torch.where(has_k, whole, total)
         # A token stays while those before it hold less than top_p: the one that crosses stays.
-        bound = to_device(np.where(params.top_p < 1.0, params.top_p, np.inf), device) * whole
-        inside = keep & (mass - weights < bound[:, None])
+        share = np.where(params.top_p < 1.0, params.top_p, np.inf)
+        inside = mass - weights < to_device(share, device)[:, None] * whole
         inside[:, 0] = True
-        keep &= logits >= torch.where(inside, logits, torch.inf).amin(dim=1, keepdim=True)
+        lowest = torch.where(inside & (logits >= cut), logits, torch.inf)
+        cut = lowest.amin(dim=1, keepdim=True)
     if (params.min_p > 0.0).any():
         with np.errstate(divide="ignore"):
             floor = np.log(params.min_p).astype(np.float32)
-        keep &= logits >= to_device(floor, device)[:, None]
-        keep[:, 0] = True
-    return keep
+        cut = torch.maximum(cut, to_device(floor, device)[:, None])
+    return cut
 
 
 def typical_(logits: Tensor, params: DrawParams) -> None:
@@ -266,6 +257,13 @@ def typical_(logits: Tensor, params: DrawParams) -> None:
     logits[to_device(rows, logits.device)] = kept
 
 
+def _descending(logits: Tensor) -> Tensor:
+    """Sort each row; NumPy's sort is vectorised, torch's takes 3 times as long on a CPU."""
+    if logits.device.type == "cpu":
+        return torch.from_numpy(np.sort(logits.numpy(), axis=1)).flip(1)
+    return logits.sort(dim=1, descending=True).values
+
+
 def _tempered(x: Tensor, top: Tensor, params: DrawParams) -> Tensor:
     """(x - top) / temperature, a new tensor; ``top`` first, so that nothing overflows."""
     temperature = np.maximum(params.temperature, _MIN_TEMPERATURE).astype(np.float32)
@@ -284,9 +282,35 @@ def _inverse_cdf(weights: Tensor, top: Tensor, params: DrawParams) -> Tensor:
     Returns:
         int64 [r]; -1 where ``top`` is not finite.
     """
-    mass = weights.cumsum(dim=1, dtype=torch.float64)
-    target = to_device(params.uniform, weights.device)[:, None] * mass[:, -1:]
-    place = torch.searchsorted(mass, target, right=True).clamp_(max=weights.shape[1] - 1)
-    # A parallel running sum may not be monotone in its last bit; no weight, no draw.
-    sound = top.isfinite() & (weights.gather(1, place) > 0)
-    return torch.where(sound, place, -1)[:, 0]
+    uniform = to_device(params.uniform, weights.device)[:, None]
+    base: Tensor | None = None
+    if weights.shape[1] > _PART**2:  # first find the part, then the place in it
+        parts = _part_sums(weights).cumsum_(dim=1)
+        target = uniform * parts[:, -1:]
+        part = torch.searchsorted(parts, target, right=True).clamp_(max=parts.shape[1] - 1)
+        target -= torch.where(part > 0, parts.gather(1, (part - 1).clamp_(min=0)), 0.0)
+        base = part * _PART
+        columns = base + torch.arange(_PART, device=weights.device)
+        inside = columns < weights.shape[1]
+        weights = weights.gather(1, columns.clamp_(max=weights.shape[1] - 1)) * inside
+        mass = weights.cumsum(dim=1, dtype=torch.float64)
+    else:
+        mass = weights.cumsum(dim=1, dtype=torch.float64)
+        target = uniform * mass[:, -1:]
+    place = torch.searchsorted(mass, target, right=True)
+    # Rounding may leave the target at the end of the part: its last token with a weight.
+    order = torch.arange(weights.shape[1], device=weights.device)
+    place = torch.minimum(place, torch.where(weights > 0, order, 0).amax(dim=1, keepdim=True))
+    token = place if base is None else base + place
+    return torch.where(top.isfinite(), token, -1)[:, 0]
+
+
+def _part_sums(weights: Tensor) -> Tensor:
+    """Sums of each ``_PART`` columns, the last of what is left: float64 [r, ceil(n / _PART)]."""
+    r, n = weights.shape
+    body = n - n % _PART
+    sums = weights[:, :body].reshape(r, -1, _PART).sum(dim=2, dtype=torch.float64)
+    if body == n:
+        return sums
+    rest = weights[:, body:].sum(dim=1, keepdim=True, dtype=torch.float64)
+    return torch.cat((sums, rest), dim=1)
