@@ -422,9 +422,39 @@ class AsyncLLM(_Client):
         Raises:
             ValidationError: at once, when the request cannot be served.
         """
-        request = self._intake.request(
+        return self.submit(
+            self.prepare(
+                prompt,
+                sampling_params,
+                request_id=request_id,
+                priority=priority,
+                cache_salt=cache_salt,
+            )
+        )
+
+    def prepare(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> Request:
+        """Do what :meth:`generate` does first: tokenise, check, compile a constraint.
+
+        Any thread may call it, so that a long prompt or a large grammar need not hold up the
+        event loop; :meth:`submit` starts what it returns.
+
+        Raises:
+            ValidationError: the request cannot be served.
+        """
+        return self._intake.request(
             prompt, sampling_params, request_id=request_id, priority=priority, cache_salt=cache_salt
         )
+
+    def submit(self, request: Request) -> AsyncOutputStream:
+        """Start a request of :meth:`prepare`; as :meth:`generate` from there on."""
         return AsyncOutputStream(self._loop, partial(self._submit, request))
 
     def chat(
