@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -18,6 +19,35 @@ if TYPE_CHECKING:
     from pagedllm.cache.manager import CacheStats
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Histogram:
+    """How often a value fell into each of some ranges."""
+
+    bounds: tuple[float, ...]
+    """Upper ends of the ranges, ascending; values above the last are counted too."""
+    counts: list[int] = field(default_factory=list)
+    """One longer than ``bounds``."""
+    total: float = 0.0
+    """Sum of the values."""
+
+    def __post_init__(self) -> None:
+        """Start at zero."""
+        self.counts = self.counts or [0] * (len(self.bounds) + 1)
+
+    def add(self, value: float) -> None:
+        """Count a value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def copy(self) -> Histogram:
+        """Return one that no longer changes."""
+        return Histogram(self.bounds, list(self.counts), self.total)
+
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_POWERS = tuple(float(2**power) for power in range(14))
 
 
 @dataclass(slots=True)
@@ -32,6 +62,10 @@ class Counters:
     generated_tokens: int = 0
     steps: int = 0
     finished: Counter[str] = field(default_factory=Counter)
+    step_seconds: Histogram = field(default_factory=lambda: Histogram(_SECONDS))
+    step_rows: Histogram = field(default_factory=lambda: Histogram(_POWERS))
+    """Sequences in a step."""
+    step_tokens: Histogram = field(default_factory=lambda: Histogram(_POWERS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +84,10 @@ class EngineStats:
     computed_tokens: int
     generated_tokens: int
     steps: int
+    step_seconds: Histogram
+    """From one step's submission to its results' being handed out."""
+    step_rows: Histogram
+    step_tokens: Histogram
     cache: CacheStats
 
     @classmethod
@@ -67,6 +105,9 @@ class EngineStats:
             computed_tokens=counters.computed_tokens,
             generated_tokens=counters.generated_tokens,
             steps=counters.steps,
+            step_seconds=counters.step_seconds.copy(),
+            step_rows=counters.step_rows.copy(),
+            step_tokens=counters.step_tokens.copy(),
             cache=cache,
         )
 

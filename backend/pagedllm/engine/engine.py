@@ -188,6 +188,7 @@ class Engine:
 
     def step(self) -> None:
         """Submit as many steps as may be in flight, collect the oldest, notify listeners."""
+        begin = time.perf_counter()
         try:
             self._submit()
             if self._in_flight:
@@ -196,6 +197,7 @@ class Engine:
                 self._counters.steps += 1
                 for update in self.scheduler.update(output):
                     self._take(update)
+                self._counters.step_seconds.add(time.perf_counter() - begin)
             elif self._driven:
                 self._stalled = True
             elif self._requests:
@@ -218,6 +220,8 @@ class Engine:
             self._executor.submit(step)
             self._in_flight += 1
             self._counters.computed_tokens += step.num_tokens
+            self._counters.step_rows.add(len(step.rows))
+            self._counters.step_tokens.add(step.num_tokens)
 
     def _take(self, update: SequenceUpdate) -> None:
         group = self._driven.get(update.sequence)
