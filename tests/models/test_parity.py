@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from paged_driver import Driver
-from tiny_families import FAMILIES, build
 
+from paged_driver import Driver
 from pagedllm.models import load_model
+from tiny_families import FAMILIES, build
 
 NEW_TOKENS = 64
 CASES = [

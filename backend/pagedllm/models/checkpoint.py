@@ -125,21 +125,15 @@ def _config(folder: Path, raw: dict[str, Any], trust_remote_code: bool) -> Any:
         raise UnsupportedModelError(f"{folder / 'config.json'} is not valid: {error}") from error
 
 
-def eos_token_ids(*configs: Any) -> frozenset[int]:
-    """Return the end tokens of the first configuration that names any."""
-    for config in configs:
-        value = getattr(config, "eos_token_id", None)
-        if isinstance(value, int):
-            return frozenset({value})
-        if isinstance(value, (list, tuple)) and value:
-            return frozenset(int(token) for token in value)
-    return frozenset()
+def eos_token_ids(checkpoint: Checkpoint) -> frozenset[int]:
+    """Return the end tokens of a checkpoint's generation configuration, else of its own."""
+    path = checkpoint.folder / "generation_config.json"
+    named = _read_json(path).get("eos_token_id") if path.is_file() else None
+    return token_set(named) or token_set(getattr(checkpoint.config, "eos_token_id", None))
 
 
-def generation_config(folder: Path) -> Any:
-    """Return a folder's generation configuration; None when it has none."""
-    if not (folder / "generation_config.json").is_file():
-        return None
-    from transformers import GenerationConfig
-
-    return GenerationConfig.from_pretrained(folder)
+def token_set(value: Any) -> frozenset[int]:
+    """Return an ``eos_token_id`` as a set: it may be a number, a list or None."""
+    if value is None:
+        return frozenset()
+    return frozenset({value} if isinstance(value, int) else {int(token) for token in value})

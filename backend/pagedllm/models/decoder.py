@@ -48,7 +48,7 @@ class NativeModel:
         self.layers: Sequence[LayerShape] = spec.layer_shapes()
         self._act = layers.activation(spec.activation)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def forward(self, batch: DeviceBatch, cache: Sequence[LayerCache]) -> torch.Tensor:
         """Run a step; see :class:`~pagedllm.models.base.PagedModel`."""
         spec, weights = self.spec, self.weights

@@ -38,7 +38,7 @@ def spec_from_config(config: Any) -> DecoderSpec | None:
             native decoder does not have; the message names it.
     """
     family = _FAMILIES.get(config.model_type)
-    if family is None:
+    if family is None or not type(config).__module__.startswith("transformers."):
         return None
     expected, build = family
     architectures = getattr(config, "architectures", None) or [expected]

@@ -82,7 +82,7 @@ class GenericModel:
         self._probed = probed.layers
         self._keeps = "logits_to_keep" in names
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def forward(self, batch: DeviceBatch, cache: Sequence[LayerCache]) -> torch.Tensor:
         """Run a step; see :class:`~pagedllm.models.base.PagedModel`."""
         check_length(batch, self.max_positions)

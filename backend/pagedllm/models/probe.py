@@ -103,7 +103,7 @@ def _run(
 ) -> torch.Tensor:
     """Return float32 logits [T, V] of one packed forward."""
     try:
-        with torch.inference_mode():
+        with torch.no_grad():
             output = model(
                 input_ids=ids[None],
                 position_ids=positions[None],

@@ -57,7 +57,7 @@ def load_model(
     """
     import torch
 
-    from pagedllm.models.checkpoint import eos_token_ids, generation_config, open_checkpoint
+    from pagedllm.models.checkpoint import eos_token_ids, open_checkpoint
     from pagedllm.models.precision import choose_dtype
     from pagedllm.models.support import check_supported
 
@@ -68,7 +68,7 @@ def load_model(
     architecture = check_supported(config, trust_remote_code=trust_remote_code)
     chosen = choose_dtype(dtype, getattr(config, "dtype", None), place)
     backend = _attention(attention, place, chosen)
-    eos = eos_token_ids(generation_config(checkpoint.folder), config)
+    eos = eos_token_ids(checkpoint)
 
     def native(spec: DecoderSpec) -> PagedModel:
         from pagedllm.models.decoder import NativeModel
@@ -105,13 +105,16 @@ def wrap_model(
         UnsupportedModelError: it cannot be run correctly; the message names its class.
         ConfigError: a setting has a wrong value.
     """
-    from pagedllm.models.checkpoint import eos_token_ids
+    from pagedllm.models.checkpoint import token_set
     from pagedllm.models.support import check_class, plain_model
 
     _check_tier(model_impl)
     architecture = check_class(type(model), model.config)
     backend = _attention(attention, model.device, model.dtype)
-    eos = eos_token_ids(getattr(model, "generation_config", None), model.config)
+    generation = getattr(model, "generation_config", None)
+    eos = token_set(getattr(generation, "eos_token_id", None)) or token_set(
+        getattr(model.config, "eos_token_id", None)
+    )
 
     def native(spec: DecoderSpec) -> PagedModel:
         from pagedllm.models.decoder import NativeModel
