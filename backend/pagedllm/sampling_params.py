@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pagedllm._kinds import Biases, Boolean, Callback, Integer, Many, Number, Text
 from pagedllm._options import canonical, check_all, checked, option
 from pagedllm.errors import ValidationError
+from pagedllm.structured.spec import Structure, StructuredOutput
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -120,6 +121,11 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = option(
         None, Integer(low=1), "use only this many tokens from the end of the prompt"
     )
+    structured_output: StructuredOutput | None = option(
+        None,
+        Structure(),
+        "make the answer keep to a JSON schema, regular expression, choice or grammar",
+    )
     logits_processors: Sequence[Callable[..., Any]] = option(
         (),
         Many(Callback()),
@@ -140,6 +146,12 @@ class SamplingParams:
                 f"min_tokens: {self.min_tokens} is more than max_tokens, {self.max_tokens}; "
                 f"raise max_tokens or lower min_tokens",
                 "min_tokens",
+            )
+        if self.structured_output is not None and self.ignore_eos:
+            raise ValidationError(
+                "structured_output: a constrained answer ends with the end token, and ignore_eos "
+                "is set; drop one of the two",
+                "structured_output",
             )
 
     @property

@@ -3,8 +3,8 @@
 Owner: the worker. Invariants: a row is changed by its own request alone, and one row's
 failure leaves the others as they are. The order is transformers': repetition penalty,
 presence and frequency penalty, logit bias, bad words, min_tokens, allowed tokens, then the
-request's own logits processors. Everything but the processors is one gather and one scatter
-for all rows together.
+request's own logits processors and last its masks (grammars). Everything but the processors
+is one gather and one scatter for all rows together.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from pagedllm.errors import EngineError
+from pagedllm.worker.masks import apply_masks
 from pagedllm.worker.sampling_ops import to_device
 
 if TYPE_CHECKING:
@@ -50,10 +51,11 @@ def edit_logits(logits: Tensor, states: Sequence[SlotState]) -> dict[int, Engine
     for row, state in enumerate(states):
         try:
             for processor in state.params.logits_processors:
-                logits[row] = run_processor(processor, state.known, logits[row].clone())
+                if not hasattr(processor, "for_sequence"):
+                    logits[row] = run_processor(processor, state.known, logits[row].clone())
         except EngineError as error:
             failures[row] = error
-    return failures
+    return apply_masks(logits, states) | failures
 
 
 def _cells(ids: Sequence[NDArray[np.int64]], logits: Tensor) -> tuple[Tensor, NDArray[np.bool_]]:

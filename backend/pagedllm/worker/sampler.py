@@ -188,8 +188,9 @@ def _explain(logits: Tensor, state: SlotState) -> EngineError:
     top = logits.amax()
     if top.isfinite():
         return EngineError(
-            "no token is left to choose from: the request's logit_bias, bad_words, min_tokens "
-            "and allowed_token_ids together exclude all; relax one of them"
+            "no token is left to choose from: the request's logit_bias, bad_words, min_tokens, "
+            "allowed_token_ids, structured_output and logits_processors together exclude all; "
+            "relax one of them"
         )
     kind = "NaN" if top.isnan() else "no finite value"
     return EngineError(

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from pagedllm.sampling_params import SamplingParams
     from pagedllm.types import SlotInit
+    from pagedllm.worker.masks import TokenMask
 
 
 @dataclass(slots=True)
@@ -126,12 +127,19 @@ class SlotState:
     plan: LogitPlan = field(init=False)
     edits_always: bool = field(init=False)
     """Whether something changes the logits in every step."""
+    masks: tuple[TokenMask, ...] = field(init=False)
+    """This sequence's own state of those logits processors that have one."""
     _counts: TokenCounts | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         """Work out the plan."""
         plan = LogitPlan.of(self.params, self.eos_token_ids, self.bad_words_ids)
         self.plan = plan
+        self.masks = tuple(
+            processor.for_sequence()
+            for processor in self.params.logits_processors
+            if hasattr(processor, "for_sequence")
+        )
         self.edits_always = bool(
             plan.penalises
             or len(plan.bias_ids)
