@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -39,12 +38,18 @@ def _fails(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 2)
 def test_version_is_quick() -> None:
     took = []
     for _ in range(3):
-        started = time.perf_counter()
+        started = _processor_seconds()
         result = _run("--version")
-        took.append(time.perf_counter() - started)
+        took.append(_processor_seconds() - started)
         assert (result.returncode, result.stderr) == (0, "")
         assert result.stdout.strip() == f"pagedllm {pagedllm.__version__}"
     assert min(took) < 0.5
+
+
+def _processor_seconds() -> float:
+    """What this process's children have used: unlike the clock, no matter what else runs."""
+    times = os.times()
+    return times.children_user + times.children_system
 
 
 def test_parsing_loads_nothing_heavy() -> None:

@@ -121,7 +121,7 @@ def _at_least(low: int) -> Any:
 
 def run(options: argparse.Namespace) -> int:
     """Measure, print a line of JSON and return the exit status."""
-    config = Config.from_cli(options)
+    config = Config.from_cli(options, seed=0)  # the prompts follow from it
     variants = None if options.workload is None else read_workload(Path(options.workload))
     if variants is not None:
         usable = max(1, len(variants) - 1)
@@ -328,7 +328,8 @@ def _report(
         return median_and_p99(1000 * value for each in runs for value in getattr(each, name))
 
     requests = runs[0].requests
-    report = {
+    decode = times("tpot")
+    return {
         "bench": options.mode,
         "model": config.model,
         "workload": options.workload,
@@ -340,6 +341,7 @@ def _report(
         "total_tok_s": statistics.median(speed(prompts=True)),
         "wall_s": round(statistics.median(each.wall for each in runs), 4),
         **{f"{name}_ms": times(name) for name in ("ttft", "tpot", "itl", "e2e")},
+        "decode_tok_s": round(1000 / decode["p50"], 2) if decode else None,
         "all_output_tok_s": speed(prompts=False),
         "load_s": round(load_s, 2),
         "peak_rss_mib": _peak_rss_mib(),
@@ -348,9 +350,6 @@ def _report(
         "torch": torch.__version__,
         "settings": config.to_dict(),
     }
-    if options.mode == "latency" and (decode := times("tpot")):
-        report["decode_tok_s"] = round(1000 / decode["p50"], 2)
-    return report
 
 
 def _peak_rss_mib() -> float | None:

@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
     if options.stats or (len(prompts) > 1 and sys.stderr.isatty()):
         tokens = sum(len(answer.token_ids) for each in outputs for answer in each.outputs)
         note(
-            f"{len(prompts)} prompts, {tokens} tokens in {elapsed:.2f} s: "
+            f"{len(prompts)} prompt{'s' * (len(prompts) > 1)}, {tokens} tokens in {elapsed:.2f} s: "
             f"{tokens / elapsed:.1f} tokens/s"
         )
     return 0
