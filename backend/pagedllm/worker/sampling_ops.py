@@ -139,20 +139,21 @@ def draw(x: Tensor, params: DrawParams) -> NDArray[np.int64]:
     has_k = (params.top_k > 0) & (params.top_k < width)
     limited = has_k | (params.top_p < 1.0) | (params.min_p > 0.0)
     count = np.where(limited, np.where(has_k, params.top_k, _NUCLEUS) + _SLACK, width)
-    # Rows that few candidates will do for; rows with a large top_k; rows without a limit.
+    # Rows that few candidates will do for; rows with a large top_k; rows that need all logits.
     # Apart, so that none pays for another.
-    small, large = limited & (count <= _NUCLEUS + _SLACK), limited & (count < width)
+    some_do = count < width
+    few_do = some_do & (count <= _NUCLEUS + _SLACK)
     size = max(1, _CHUNK // width) if x.device.type == "cpu" else len(x)
     tokens = np.empty(len(x), np.int64)
-    for group in (small, large & ~small, ~large):
+    for group in (few_do, some_do & ~few_do, ~some_do):
         indices = np.flatnonzero(group)
         for start in range(0, len(indices), size):
             rows = indices[start : start + size]
-            some, some_params = take_rows(x, rows), params.take(rows)
-            if group is small or large[rows[0]]:
-                tokens[rows] = _draw_from_top(some, some_params, int(count[rows].max()))
+            logits, chosen = take_rows(x, rows), params.take(rows)
+            if some_do[rows[0]]:
+                tokens[rows] = _draw_from_top(logits, chosen, int(count[rows].max()))
             else:
-                tokens[rows] = _draw_from_all(some, some_params)
+                tokens[rows] = _draw_from_all(logits, chosen)
     return tokens
 
 
@@ -245,13 +246,14 @@ def typical_(logits: Tensor, params: DrawParams) -> None:
     if not len(rows):
         return
     some = take_rows(logits, rows)
-    log_p = some.log_softmax(dim=1)
+    # float64: however many columns are out already, the sums and so the choice are the same.
+    log_p = some.double().log_softmax(dim=1)
     p = log_p.exp()
     entropy = -(log_p * p).nansum(dim=1, keepdim=True)
     distance = (-log_p - entropy).abs_()
     ordered, order = distance.sort(dim=1)
-    mass = p.gather(1, order).cumsum(dim=1)
-    bound = to_device(params.typical_p[rows].astype(np.float32), logits.device)
+    mass = p.gather(1, order).cumsum_(dim=1)
+    bound = to_device(params.typical_p[rows], logits.device)
     last = (mass < bound[:, None]).sum(dim=1, keepdim=True).clamp_(max=some.shape[1] - 1)
     kept = some.masked_fill(distance > ordered.gather(1, last), -torch.inf)
     logits[to_device(rows, logits.device)] = kept
