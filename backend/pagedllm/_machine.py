@@ -58,6 +58,13 @@ def _may_have_gpu() -> bool:
         return True
 
 
+def default_threads() -> int:
+    """CPU threads to compute with: OMP_NUM_THREADS, as all of this machine's users of OpenMP
+    have it, else all processors that this process may use."""
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(asked) if asked.isdecimal() and int(asked) > 0 else usable_cpus()
+
+
 def usable_cpus(cgroup: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc/self")) -> int:
     """Processors that this process may use: its affinity, within its control group's quota."""
     if hasattr(os, "sched_getaffinity"):

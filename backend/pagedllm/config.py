@@ -203,7 +203,7 @@ class Config:
     threads: int | None = option(
         None,
         Integer(low=1),
-        "CPU threads to compute with; none: all that this process may use",
+        "CPU threads to compute with; none: OMP_NUM_THREADS, else all that this process may use",
         section="optimization",
     )
 
@@ -255,7 +255,7 @@ class Config:
 
         changes: dict[str, Any] = {"device": _machine.resolve_device(self.device)}
         if self.threads is None:
-            changes["threads"] = _machine.usable_cpus()
+            changes["threads"] = _machine.default_threads()
         if self.seed is None:
             changes["seed"] = _machine.random_seed()
         if self.max_num_batched_tokens is None:

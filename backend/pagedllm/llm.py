@@ -26,7 +26,7 @@ from pagedllm.engine.loop import EngineLoop
 from pagedllm.engine.requests import RequestState
 from pagedllm.engine.streams import AsyncOutputStream, OutputStream
 from pagedllm.engine.text import TokenDecoder, load_tokenizer
-from pagedllm.errors import ConfigError, RequestAbortedError, ValidationError
+from pagedllm.errors import ConfigError, EngineError, RequestAbortedError, ValidationError
 from pagedllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -364,9 +364,11 @@ class LLM(_Client):
             raise
         outputs = [state.snapshot() for state in states]
         for output in outputs:
-            if output.error is not None and not isinstance(output.error, RequestAbortedError):
-                output.error.outputs = outputs  # type: ignore[attr-defined]
-                raise output.error
+            if output.error is None or isinstance(output.error, RequestAbortedError):
+                continue
+            if isinstance(output.error, EngineError):
+                output.error.outputs = outputs
+            raise output.error
         return outputs
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pagedllm._machine import usable_cpus
+from pagedllm._machine import default_threads, usable_cpus
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -69,3 +69,11 @@ def test_version_1_without_a_limit_and_other_controllers(tmp_path: Path) -> None
     _write(tmp_path / "cpu" / "x", cpu__cfs_quota_us="-1", cpu__cfs_period_us="100000")
     proc = _proc(tmp_path, "5:memory:/x\n4:cpu,cpuacct:/x")
     assert usable_cpus(tmp_path, proc) == _affinity()
+
+
+@pytest.mark.parametrize(("value", "threads"), [("3", 3), ("2,1", 2), ("", None), ("many", None)])
+def test_omp_num_threads_is_what_auto_takes(
+    monkeypatch: pytest.MonkeyPatch, value: str, threads: int | None
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", value)
+    assert default_threads() == (threads or usable_cpus())

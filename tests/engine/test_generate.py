@@ -380,7 +380,7 @@ def test_a_failing_logits_processor_fails_its_request_alone(
     with pytest.raises(EngineError, match="user code") as caught:
         llm.generate([given, given], [greedy(20), greedy(20, logits_processors=[broken])])
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
-    good, bad = caught.value.outputs  # type: ignore[attr-defined]
+    good, bad = caught.value.outputs
     assert good.outputs[0].token_ids == oracle(given, 20)
     assert bad.outputs[0].finish_reason == "error"
     assert len(bad.outputs[0].token_ids) == 3
