@@ -1,0 +1,223 @@
+"""What OpenAI's routes take, with vLLM's well-known additions.
+
+Owner: the server integration. Invariants: unknown fields are refused; a field that asks for
+nothing this server lacks is accepted with the values that say so, and refused with others
+(:data:`ONLY`); everything else that is accepted has an effect.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from pagedllm_server.schemas_tgi import Strict
+
+Name = str | None
+
+
+class StreamOptions(Strict):
+    """What a stream has beside the answer."""
+
+    include_usage: bool = Field(False, description="end with a chunk that counts tokens")
+    continuous_usage_stats: bool = Field(False, description="count tokens in every chunk")
+    include_obfuscation: Literal[False] | None = None
+
+
+class Message(Strict):
+    """A message of a conversation."""
+
+    role: str = Field(min_length=1, max_length=64)
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    # Clients send a former answer back as it was, with what was empty in it.
+    refusal: str | None = None
+    annotations: list[Any] | None = Field(None, max_length=0)
+    audio: None = None
+    function_call: None = None
+
+    def plain(self) -> dict[str, Any]:
+        """The message for a chat template."""
+        found: dict[str, Any] = {"role": self.role, "content": self.content}
+        for name in ("name", "tool_calls", "tool_call_id", "reasoning_content"):
+            value = getattr(self, name)
+            if value is not None:
+                found[name] = value
+        if self.reasoning is not None and self.reasoning_content is None:
+            found["reasoning_content"] = self.reasoning
+        return found
+
+
+class Sampling(Strict):
+    """What all of OpenAI's generating routes share."""
+
+    model: Name = Field(None, description="the model's name; see /v1/models")
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    seed: int | None = Field(None, ge=-(2**63), le=2**64 - 1)
+    stream: bool | None = False
+    user: str | None = Field(None, description="noted in the log")
+    # vLLM's additions
+    top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    typical_p: float | None = Field(None, gt=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0)
+    priority: int | None = Field(None, ge=-(2**31), le=2**31 - 1)
+    cache_salt: str | None = Field(None, min_length=1, description="share no cached prefix outside")
+    timeout: float | None = Field(None, gt=0, le=1e7, description="seconds after which to stop")
+
+    ONLY: ClassVar[dict[str, tuple[Any, ...]]] = {}
+
+
+class Generating(Sampling):
+    """What chats and completions share."""
+
+    n: int | None = Field(None, ge=1, le=2**31 - 1)
+    stop: str | list[str] | None = None
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: dict[str, float] | None = Field(None, max_length=10_000)
+    stream_options: StreamOptions | None = None
+    # vLLM's additions
+    min_tokens: int | None = Field(None, ge=0, le=2**31 - 1)
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = Field(None, max_length=256)
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    truncate_prompt_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
+    bad_words: list[str] | None = Field(None, max_length=256)
+    allowed_token_ids: list[int] | None = Field(None, min_length=1)
+    structured_outputs: dict[str, Any] | None = Field(
+        None, description="one of json_schema, json_object, regex, choice, grammar"
+    )
+
+    def stops(self) -> list[str]:
+        """The stop strings as a list."""
+        if self.stop is None:
+            return []
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+
+class ResponseFormat(Strict):
+    """What the answer must look like; OpenAI's form and TGI's."""
+
+    type: Literal["text", "json_object", "json_schema", "json", "regex", "grammar"]
+    json_schema: dict[str, Any] | None = None
+    value: Any = Field(None, description="the schema or expression, as TGI's clients send it")
+
+
+class ChatRequest(Generating):
+    """A conversation to answer."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
+    max_completion_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0)
+    response_format: ResponseFormat | None = None
+    tools: list[dict[str, Any]] | None = Field(None, max_length=1024)
+    tool_choice: str | dict[str, Any] | None = None
+    tool_prompt: str | None = Field(None, description="TGI's: said before the tools")
+    guideline: str | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = Field(None, description="given to the chat template")
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    functions: list[Any] | None = None
+    function_call: Any = None
+    modalities: list[str] | None = None
+    audio: Any = None
+    prediction: Any = None
+    web_search_options: Any = None
+    store: bool | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    verbosity: str | None = None
+    prompt_cache_key: str | None = Field(None, description="noted; prefixes are shared anyway")
+    safety_identifier: str | None = Field(None, description="noted in the log")
+
+    ONLY: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "functions": (),
+        "function_call": (),
+        "modalities": (["text"],),
+        "audio": (),
+        "prediction": (),
+        "web_search_options": (),
+        "store": (False,),
+        "metadata": ({},),
+        "service_tier": ("auto", "default"),
+        "verbosity": (),
+        "guideline": (),
+        "tool_prompt": (),
+    }
+    """Fields that ask for what there is not here, and the values of them that do not."""
+
+
+class CompletionRequest(Generating):
+    """Prompts to continue."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: int | None = Field(16, ge=1, le=2**31 - 1)
+    logprobs: int | None = Field(None, ge=0)
+    echo: bool | None = None
+    best_of: int | None = Field(None, ge=1, le=2**31 - 1)
+    suffix: str | None = None
+    response_format: ResponseFormat | None = None
+
+    ONLY: ClassVar[dict[str, tuple[Any, ...]]] = {"suffix": ("",)}
+
+
+class ResponsesRequest(Sampling):
+    """OpenAI's newer form of a conversation."""
+
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
+    tools: list[dict[str, Any]] | None = Field(None, max_length=1024)
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: dict[str, Any] | None = None
+    top_logprobs: int | None = Field(None, ge=0)
+    reasoning: dict[str, Any] | None = None
+    include: list[str] | None = None
+    store: bool | None = None
+    metadata: dict[str, str] | None = None
+    previous_response_id: str | None = None
+    conversation: Any = None
+    prompt: Any = None
+    background: bool | None = None
+    truncation: str | None = None
+    service_tier: str | None = None
+    max_tool_calls: int | None = None
+    stream_options: dict[str, Any] | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+
+    ONLY: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "previous_response_id": (),
+        "conversation": (),
+        "prompt": (),
+        "background": (False,),
+        "truncation": ("disabled",),
+        "service_tier": ("auto", "default"),
+        "max_tool_calls": (),
+        "include": ([], ["message.output_text.logprobs"], ["reasoning.encrypted_content"]),
+        "stream_options": ({}, {"include_obfuscation": False}),
+        "store": (False,),
+    }
+
+
+class EmbeddingsRequest(Strict):
+    """Texts to embed."""
+
+    model: Name = None
+    input: str | list[str] | list[int] | list[list[int]]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = Field(None, ge=1)
+    user: str | None = None
