@@ -44,6 +44,8 @@ def open_checkpoint(
     folder = _folder(path, revision, trust_remote_code)
     raw = _read_json(folder / "config.json")
     files = _weight_files(folder)
+    for file in files:
+        _check_header(file)
     return Checkpoint(folder, _config(folder, raw, trust_remote_code), files)
 
 
@@ -90,6 +92,19 @@ def _weight_files(folder: Path) -> tuple[Path, ...]:
             f"AutoModelForCausalLM.from_pretrained({str(folder)!r}).save_pretrained(...)"
         )
     raise ModelNotFoundError(f"{folder} has no weights: no {_WEIGHTS} and no {_INDEX}")
+
+
+def _check_header(path: Path) -> None:
+    """Read a file's table of contents, which tells whether the file is whole."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt"):
+            pass
+    except (SafetensorError, OSError) as error:
+        raise ModelNotFoundError(
+            f"{path} is damaged or no safetensors file ({error}); download it again"
+        ) from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:

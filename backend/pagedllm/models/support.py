@@ -35,14 +35,15 @@ def check_supported(config: Any, *, trust_remote_code: bool = False) -> str:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     named = (getattr(config, "architectures", None) or [None])[0]
-    shown = named or f"a model of the type {config.model_type!r}"
+    shown = str(named or f"a model of the type {config.model_type!r}")
     if trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
         _refuse(shown, _config_reason(config))
-        return str(shown)
+        return shown
     if getattr(config, "is_encoder_decoder", False):
         _refuse(shown, "it is an encoder-decoder; only decoder-only language models run")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         _refuse(shown, "it is not a decoder-only language model")
+    _refuse(shown, _config_reason(config))
     cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     cls = cls[0] if isinstance(cls, tuple) else cls
     if named is not None and named.lower() != cls.__name__.lower():

@@ -1,0 +1,75 @@
+"""The native tier on CPU cores: a :class:`NativeModel`'s weights under compiled kernels.
+
+Owner: models. Invariants: it computes what :class:`NativeModel` computes, from the same
+weights, which are not copied; both write the same pages.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from pagedllm_kernels.numba_cpu.attention import NumbaAttention
+from pagedllm_kernels.numba_cpu.decoder import CompiledDecoder, refusal
+
+from pagedllm.models.limits import check_length
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pagedllm_kernels.types import LayerCache
+
+    from pagedllm.models.base import DeviceBatch
+    from pagedllm.models.decoder import NativeModel
+
+
+class CompiledModel:
+    """A :class:`~pagedllm.models.base.PagedModel` that runs a step as one compiled function.
+
+    Args:
+        model: a native model on the CPU whose attention is :class:`NumbaAttention`.
+
+    Raises:
+        ValueError: :func:`why_not` has a reason.
+    """
+
+    tier = "native"
+
+    def __init__(self, model: NativeModel) -> None:
+        reason = why_not(model)
+        if reason is not None:
+            raise ValueError(f"{model.architecture} cannot be compiled: {reason}")
+        self.spec = model.spec
+        self.weights = model.weights
+        self.attention = model.attention
+        self.eos_token_ids = model.eos_token_ids
+        self.architecture = model.architecture
+        self.vocab_size = model.vocab_size
+        self.max_positions = model.max_positions
+        self.dtype = model.dtype
+        self.device = model.device
+        self.weight_bytes = model.weight_bytes
+        self.layers = model.layers
+        self._decoder: CompiledDecoder | None = None
+        self._page_size = 0
+
+    @torch.inference_mode()
+    def forward(self, batch: DeviceBatch, cache: Sequence[LayerCache]) -> torch.Tensor:
+        """Run a step; see :class:`~pagedllm.models.base.PagedModel`."""
+        check_length(batch, self.spec.max_positions)
+        if self._decoder is None or self._page_size != batch.attention.page_size:
+            self._page_size = batch.attention.page_size
+            team = self.attention.team  # type: ignore[attr-defined]
+            self._decoder = CompiledDecoder(self.spec, self.weights, team, self._page_size)
+        return self._decoder.forward(
+            batch.token_ids, batch.positions, batch.logit_indices, batch.attention, cache
+        )
+
+
+def why_not(model: NativeModel) -> str | None:
+    """Return why a native model cannot be compiled, or None when it can."""
+    if model.device.type != "cpu":
+        return f"it is on {model.device}"
+    if not isinstance(model.attention, NumbaAttention):
+        return f"its attention is {model.attention.name}"
+    return refusal(model.spec, model.dtype)
