@@ -36,5 +36,9 @@ def pagedllm_resolve_model(
 
 @hookimpl
 def pagedllm_adapters() -> Mapping[str, str]:
-    """``pagedllm.load``."""
-    return {"load": "pagedllm_hf.hub:load"}
+    """``pagedllm.load``, ``pagedllm.accelerate`` and ``pagedllm.generate``."""
+    return {
+        "load": "pagedllm_hf.hub:load",
+        "accelerate": "pagedllm_hf.accelerate:accelerate",
+        "generate": "pagedllm_hf.accelerate:generate",
+    }
