@@ -331,3 +331,6 @@ def test_a_sequence_grows_beyond_the_room_it_began_with():
     assert state.prompt.tolist() == [1, 2, 3]
     assert state.output.tolist() == list(range(500))
     assert state.num_output_tokens == 500
+    counts = state.token_counts()
+    found = dict(zip(counts.ids.tolist(), counts.counts.tolist(), strict=True))
+    assert found == dict.fromkeys(range(500), 1)

@@ -46,6 +46,21 @@ def test_a_long_prompt_keeps_every_token_and_warns_of_nothing(smollm2_path, capf
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_tokenizer_file_that_asks_for_truncation_does_not_shorten_prompts(tmp_path, smollm2):
+    smollm2.save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    content["truncation"] = {
+        "direction": "Right",
+        "max_length": 4,
+        "strategy": "LongestFirst",
+        "stride": 0,
+    }
+    path.write_text(json.dumps(content), encoding="utf-8")
+    text = "one two three " * 10
+    assert encode_prompt(load_tokenizer(tmp_path), text) == encode_prompt(smollm2, text)
+
+
 @pytest.mark.parametrize(
     ("text", "says"), [("", "prompt is empty"), ("lone \ud83d surrogate", "not valid Unicode")]
 )
