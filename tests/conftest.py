@@ -26,3 +26,22 @@ def smollm2_path() -> Path:
     import pagedllm
 
     return pagedllm.resolve_model("smollm2").path
+
+
+@pytest.fixture(scope="session")
+def tiny_with_text(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path) -> Path:
+    """A tiny Llama of random weights behind SmolLM2's real tokenizer and chat template."""
+    import torch
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_path)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
+        eos_token_id=tokenizer.eos_token_id, bos_token_id=None, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    path = tmp_path_factory.mktemp("tiny-text")
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path

@@ -20,7 +20,9 @@ from starlette.staticfiles import StaticFiles
 import pagedllm
 from pagedllm import PagedLLMError
 from pagedllm_server.errors import ApiError, from_engine, from_pydantic
+from pagedllm_server import tgi
 from pagedllm_server.gate import Gate
+from pagedllm_server.openai_common import NAMES
 from pagedllm_server.routes import add_routes
 
 if TYPE_CHECKING:
@@ -155,7 +157,8 @@ def _reply(request: Request, error: ApiError) -> JSONResponse:
 
 
 async def _known(request: Request, error: Exception) -> Response:
-    return _reply(request, from_engine(error))
+    native = not request.url.path.startswith("/v1/")
+    return _reply(request, from_engine(error, tgi.NAMES if native else NAMES))
 
 
 async def _invalid(request: Request, error: Exception) -> Response:

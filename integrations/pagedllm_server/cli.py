@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import difflib
+import importlib.util
 import os
 import signal
 import socket
@@ -50,14 +51,19 @@ def main(argv: Sequence[str]) -> int:
         PagedLLMError: it cannot start, in one line.
     """
     config, options, notes = parse(argv)
-    try:
-        import fastapi  # noqa: F401
-        import prometheus_client  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            f"the server needs {error.name}: pip install 'pagedllm[server]'"
-        ) from error
+    for name in ("fastapi", "uvicorn", "prometheus_client"):
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(f"the server needs {name}: pip install 'pagedllm[server]'")
+    # The port first: a second server must not load anything before it learns that it is one.
+    with _listen(options) as listener:
+        return _start(config, options, notes, listener)
+
+
+def _start(
+    config: Config, options: ServerOptions, notes: Sequence[str], listener: socket.socket
+) -> int:
+    from prometheus_client import disable_created_metrics
+
     from pagedllm_server import logs
     from pagedllm_server.app import create_app
     from pagedllm_server.metrics import Metrics
@@ -66,13 +72,12 @@ def main(argv: Sequence[str]) -> int:
     logs.configure(options.log_level, as_json=options.json_logs)
     for note in notes:
         print(f"pagedllm serve: {note}", file=sys.stderr)
-    listener = _listen(options)
-    with listener:
-        names = options.served_model_name
-        metrics = Metrics(names[0] if names else config.model)
-        service = Service(config, options, metrics)
-        app = create_app(service, metrics, options)
-        return _serve(app, service, options, listener)
+    disable_created_metrics()  # a line more for each, that no dashboard reads
+    names = options.served_model_name
+    metrics = Metrics(names[0] if names else config.model)
+    service = Service(config, options, metrics)
+    app = create_app(service, metrics, options)
+    return _serve(app, service, options, listener)
 
 
 def parse(
@@ -211,6 +216,7 @@ def _serve(
             app,
             log_config=None,
             access_log=False,
+            server_header=False,
             lifespan="off",
             timeout_keep_alive=75,
             timeout_graceful_shutdown=int(options.graceful_timeout + SPARE_SECONDS),
@@ -251,7 +257,7 @@ async def _run(
         print(_banner(service, options, listener), flush=True)
 
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    loading = asyncio.create_task(service.start(ready, told.set))
+    loading = asyncio.create_task(service.load(ready, told.set))
     stopping = asyncio.create_task(told.wait())
     await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
     if service.failed is None and not loading.done():

@@ -115,7 +115,8 @@ def from_engine(error: Exception, names: Mapping[str, str] | None = None) -> Api
     if isinstance(error, ValidationError):
         param = error.parameter
         if names and param in names:
-            text = text.replace(param, names[param])
+            if "_" in param:  # the others are ordinary words, too
+                text = text.replace(param, names[param])
             param = names[param]
         code = "context_length_exceeded" if isinstance(error, RequestTooLongError) else None
         return invalid(text, param, code)

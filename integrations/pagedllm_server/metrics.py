@@ -67,13 +67,8 @@ class Metrics:
 
         self._times: dict[str, list[Any]] = {}
         both("ttft", "time_to_first_token_seconds", None, "Arrival to first token", SECONDS)
-        both(
-            "itl",
-            "inter_token_latency_seconds",
-            "mean_time_per_token_duration",
-            "Between tokens",
-            SECONDS,
-        )
+        both("itl", "inter_token_latency_seconds", None, "Between tokens", SECONDS)
+        both("per_token", None, "mean_time_per_token_duration", "Seconds per token", SECONDS)
         both("e2e", "e2e_request_latency_seconds", "duration", "Arrival to end", SECONDS)
         both("queue", "request_queue_time_seconds", "queue_duration", "Waiting", SECONDS)
         both("prefill", "request_prefill_time_seconds", None, "First step to first token", SECONDS)
@@ -159,7 +154,10 @@ class Watch:
         metrics.observe("e2e", times.e2e_time)
         metrics.observe("queue", times.queue_time)
         if times.first_scheduled_time is not None:
-            metrics.observe("inference", times.finished_time - times.first_scheduled_time)
+            inference = times.finished_time - times.first_scheduled_time
+            metrics.observe("inference", inference)
+            longest = max((len(answer.token_ids) for answer in output.outputs), default=0)
+            metrics.observe("per_token", inference / longest if longest else None)
             if times.first_token_time is not None:
                 metrics.observe("prefill", times.first_token_time - times.first_scheduled_time)
                 metrics.observe("decode", times.finished_time - times.first_token_time)

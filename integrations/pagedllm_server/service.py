@@ -68,7 +68,7 @@ class Service:
 
     # -- the engine's life ---------------------------------------------------------
 
-    async def start(self, on_ready: Callable[[], None], on_failure: Callable[[], None]) -> None:
+    async def load(self, on_ready: Callable[[], None], on_failure: Callable[[], None]) -> None:
         """Load the model, then watch over its engine; tell how loading ended."""
         try:
             self._llm = await _in_daemon(lambda: AsyncLLM(self.config))

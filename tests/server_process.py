@@ -1,0 +1,106 @@
+"""A real ``pagedllm serve`` in a process of its own, and what tests ask of it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+
+import httpx
+
+BANNER = re.compile(r"^pagedllm serves .* at (https?://\S+) on .*tokens$")
+
+
+class ServerProcess:
+    """A server that is up; ``url`` is where."""
+
+    def __init__(self, *arguments, env=None, wait=True):
+        self.lines, self.errors = [], []
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "pagedllm.cli.main", "serve", *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **(env or {})},
+        )
+        self.ready = threading.Event()
+        self.url = None
+        self.threads = [
+            threading.Thread(target=self._read, args=(self.process.stdout, self.lines)),
+            threading.Thread(target=self._read, args=(self.process.stderr, self.errors)),
+        ]
+        for thread in self.threads:
+            thread.start()
+        if wait:
+            assert self.ready.wait(120), self.output
+            assert self.url is not None, self.output
+
+    def _read(self, stream, lines):
+        for line in stream:
+            lines.append(line)
+            if found := BANNER.match(line):
+                self.url = found[1]
+                self.ready.set()
+        self.ready.set()
+
+    @property
+    def output(self):
+        return "".join(self.lines) + "".join(self.errors)
+
+    def stop(self, how=signal.SIGTERM, timeout=60):
+        """Send a signal, and return the exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(how)
+        try:
+            status = self.process.wait(timeout)
+        finally:
+            if self.process.poll() is None:
+                self.process.kill()
+                self.process.wait()
+            for thread in self.threads:
+                thread.join(10)
+        return status
+
+    def stats(self):
+        return httpx.get(f"{self.url}/stats", timeout=30).json()
+
+    def is_idle(self):
+        stats = self.stats()
+        return not stats["running"] and not stats["waiting"] and not stats["pages"]["used"]
+
+
+@contextmanager
+def serving(model, *arguments, **options):
+    """A server for as long as the block runs; it must end with status 0."""
+    server = ServerProcess(model, "--port", "0", "--threads", "1", *arguments, **options)
+    try:
+        yield server
+        assert server.process.poll() is None, server.output
+    finally:
+        status = server.stop()
+    assert status == 0, server.output
+
+
+def wait_until(condition, seconds=20.0):
+    """Poll until something holds; fail when it does not."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def events(response):
+    """The events of a streamed response, parsed; ``[DONE]`` as it is."""
+    import json
+
+    found = []
+    for line in response.iter_lines():
+        if line.startswith("data: "):
+            text = line.removeprefix("data: ")
+            found.append(text if text == "[DONE]" else json.loads(text))
+    return found
