@@ -22,12 +22,15 @@ from typing import TYPE_CHECKING, Any
 from pagedllm.config import Config
 from pagedllm.engine.driven import DrivenSequences, Room
 from pagedllm.engine.intake import Intake
+from pagedllm.engine.engine import Engine
 from pagedllm.engine.loop import EngineLoop
+from pagedllm.engine.remote import RemoteLoop
 from pagedllm.engine.requests import RequestState
 from pagedllm.engine.streams import AsyncOutputStream, OutputStream
 from pagedllm.engine.text import TokenDecoder, load_tokenizer
 from pagedllm.errors import ConfigError, EngineError, RequestAbortedError, ValidationError
 from pagedllm.sampling_params import SamplingParams
+from pagedllm.structured.chat import ChatFormat, PreparedChat, ToolRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,16 +69,17 @@ class _Client:
 
         manager = get_manager(config.plugins_allow, config.plugins_block)
         resolved = manager.resolve_model(config.model, config.revision, config=config)
-        load = partial(_load_model, config, str(resolved.path))
-        executor = _make_executor(config, load)
-        tokenizer = None
-        if not config.skip_tokenizer_init:
-            tokenizer = load_tokenizer(
-                config.tokenizer or str(resolved.path),
-                trust_remote_code=config.trust_remote_code,
-                revision=config.revision if config.tokenizer is None else None,
-            )
-        self._start(config, executor, tokenizer)
+        path = str(resolved.path)
+        loop: EngineLoop | RemoteLoop
+        if config.engine == "process":
+            loop = RemoteLoop(config, partial(_make_there, path=path))
+        else:
+            loop = EngineLoop(config, _make_executor(config, partial(_load_model, config, path)))
+        try:
+            self._start(config, loop, _tokenizer(config, path))
+        except BaseException:
+            loop.close()
+            raise
 
     @classmethod
     def from_model(
@@ -105,21 +109,28 @@ class _Client:
             skip_tokenizer_init=tokenizer is None,
             **settings,
         ).resolve()
+        if config.engine == "process":
+            raise ConfigError("engine: a model that is loaded already stays in its process", "engine")
         self = cls.__new__(cls)
-        self._start(config, _make_executor(config, partial(_wrap, config, model)), tokenizer)
+        executor = _make_executor(config, partial(_wrap, config, model))
+        self._start(config, EngineLoop(config, executor), tokenizer)
         return self
 
     def _start(
-        self, config: Config, executor: Executor, tokenizer: PreTrainedTokenizerBase | None
+        self,
+        config: Config,
+        loop: EngineLoop | RemoteLoop,
+        tokenizer: PreTrainedTokenizerBase | None,
     ) -> None:
         self.config = config
-        self._loop = EngineLoop(config, executor)
+        self._loop = loop
         self._tokenizer = tokenizer
         self._decoder = None if tokenizer is None else TokenDecoder(tokenizer)
         self._intake = Intake(config, self._loop.info, tokenizer)
+        self._chat_formats: dict[str | None, ChatFormat] = {}
         self._room = Room(config.max_batch_size, self._loop.info.num_pages, config.page_size)
         # Runs when the last reference goes, and at exit.
-        self._finalizer = weakref.finalize(self, EngineLoop.close, self._loop)
+        self._finalizer = weakref.finalize(self, loop.close)
 
     @property
     def model_info(self) -> ModelInfo:
@@ -161,15 +172,58 @@ class _Client:
             messages, tools=tools, chat_template=chat_template, **template_options
         )
 
+    def prepare_chat(
+        self,
+        messages: Messages,
+        sampling_params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool = True,
+        chat_template: str | None = None,
+        **template_options: Any,
+    ) -> PreparedChat:
+        """Do what a chat does before it generates; any thread may call it.
+
+        Generate from the result's ``prompt_token_ids`` with its ``params``, and read the
+        answer with its ``parser()``: :mod:`pagedllm.structured` shows how.
+
+        Args:
+            messages: one conversation.
+            sampling_params: what the tools' grammar is added to.
+            tools: functions that the model may call, as OpenAI's API describes them.
+            tool_choice: ``'auto'``, ``'none'``, ``'required'`` or a tool's name.
+            parallel_tool_calls: whether one answer may call several times.
+            chat_template: Jinja text in place of the model's own.
+            template_options: whatever else the template knows.
+
+        Raises:
+            ValidationError: the tools or messages are malformed, or the template refuses them.
+        """
+        request = ToolRequest.of(tools, tool_choice, parallel=parallel_tool_calls)
+        template = chat_template or self.config.chat_template
+        if template not in self._chat_formats:
+            self._chat_formats[template] = ChatFormat.of(self.tokenizer, template)
+        form = self._chat_formats[template]
+        prompt = self._intake.chat(
+            form.conversation(messages, request),
+            tools=form.template_tools(request),
+            chat_template=chat_template,
+            **template_options,
+        )
+        tail = "" if self._decoder is None else self._decoder.decode(prompt[-8:])
+        params = form.constrain(sampling_params or SamplingParams(), request, tail)
+        return PreparedChat(tuple(prompt), params, request, form, tail)
+
     def stats(self) -> EngineStats:
         """Counters, and the batch and cache at this moment. Raises EngineClosedError."""
-        return self._loop.call(lambda engine: engine.stats())
+        return self._loop.call(Engine.stats)
 
     def health(self) -> str | None:
         """None when requests can be served, else one line that says why not."""
         if self._loop.closed:
             return "the engine is closed"
-        return self._loop.call(lambda engine: engine.health())
+        return self._loop.call(Engine.health)
 
     def _submit(self, request: Request, listener: Callable[[RequestState], None]) -> RequestState:
         state = RequestState(request, self._decoder, listener)
@@ -248,35 +302,37 @@ class LLM(_Client):
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        chat_template: str | None = None,
         use_tqdm: bool = True,
-        **template_options: Any,
+        **options: Any,
     ) -> list[RequestOutput]:
         """Answer a conversation, or several as one batch.
 
         Args:
             messages: ``[{"role": "user", "content": "..."}]``, or a list of such lists.
             sampling_params: one for all, or one for each conversation.
-            tools: JSON schemas of functions for the model's chat template.
-            chat_template: Jinja text in place of the model's own.
             use_tqdm: show a progress bar, when standard error is a terminal.
-            template_options: ``add_generation_prompt``, ``continue_final_message`` and
-                whatever else the template knows.
+            options: ``tools``, ``tool_choice``, ``parallel_tool_calls``, ``chat_template``
+                (see :meth:`prepare_chat`), ``add_generation_prompt``,
+                ``continue_final_message`` and whatever else the template knows.
 
-        Returns, Raises: as :meth:`generate`.
+        Returns, Raises: as :meth:`generate`. The text is as the model wrote it, tool calls
+        and all; :mod:`pagedllm.structured` reads it.
         """
         many = [messages] if not messages or isinstance(messages[0], Mapping) else messages
-        prompts: list[list[int]] = [
-            self._intake.chat(
+        params = _each(sampling_params, len(many), "sampling_params")
+        chats = [
+            self.prepare_chat(
                 conversation,  # type: ignore[arg-type]  # told apart by their first element
-                tools=tools,
-                chat_template=chat_template,
-                **template_options,
+                each,
+                **options,
             )
-            for conversation in many
+            for conversation, each in zip(many, params, strict=True)
         ]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(
+            [chat.prompt_token_ids for chat in chats],
+            [chat.params for chat in chats],
+            use_tqdm=use_tqdm,
+        )
 
     def stream(
         self,
@@ -304,16 +360,11 @@ class LLM(_Client):
         self,
         messages: Messages,
         sampling_params: SamplingParams | None = None,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        chat_template: str | None = None,
-        **template_options: Any,
+        **options: Any,
     ) -> OutputStream:
-        """Answer a conversation as :meth:`stream` does."""
-        prompt = self._intake.chat(
-            messages, tools=tools, chat_template=chat_template, **template_options
-        )
-        return self.stream(prompt, sampling_params)
+        """Answer a conversation as :meth:`stream` does, with the options of :meth:`chat`."""
+        chat = self.prepare_chat(messages, sampling_params, **options)
+        return self.stream(chat.prompt_token_ids, chat.params)
 
     def drive(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> DrivenSequences:
         """Start sequences whose tokens the caller chooses: beam search, guided decoding.
@@ -345,6 +396,15 @@ class LLM(_Client):
     def abort(self, request_id: str) -> None:
         """End a request of another thread; what it has so far is its result."""
         self._loop.abort(request_id)
+
+    def as_async(self) -> AsyncLLM:
+        """Return the same engine for asyncio: requests of both share batches.
+
+        It lives until either is closed; this object stays referenced by the other.
+        """
+        view = AsyncLLM.__new__(AsyncLLM)
+        vars(view).update(vars(self), _owner=self)
+        return view
 
     def _run(self, requests: Sequence[Request], *, use_tqdm: bool) -> list[RequestOutput]:
         finished: queue.SimpleQueue[RequestState] = queue.SimpleQueue()
@@ -464,16 +524,12 @@ class AsyncLLM(_Client):
         messages: Messages,
         sampling_params: SamplingParams | None = None,
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        chat_template: str | None = None,
         request_id: str | None = None,
-        **template_options: Any,
+        **options: Any,
     ) -> AsyncOutputStream:
-        """Answer a conversation as :meth:`generate` does."""
-        prompt = self._intake.chat(
-            messages, tools=tools, chat_template=chat_template, **template_options
-        )
-        return self.generate(prompt, sampling_params, request_id=request_id)
+        """Answer a conversation as :meth:`generate` does, with the options of ``LLM.chat``."""
+        chat = self.prepare_chat(messages, sampling_params, **options)
+        return self.generate(chat.prompt_token_ids, chat.params, request_id=request_id)
 
     async def abort(self, request_id: str) -> None:
         """End a request; its iterator's last item says ``finish_reason='abort'``."""
@@ -533,6 +589,23 @@ def _make_executor(config: Config, load: Callable[[], PagedModel]) -> Executor:
             "executor",
         )
     return executor
+
+
+def _make_there(config: Config, path: str) -> tuple[Executor, TokenDecoder | None]:
+    """What an engine in a process of its own needs, made in that process."""
+    tokenizer = _tokenizer(config, path)
+    executor = _make_executor(config, partial(_load_model, config, path))
+    return executor, None if tokenizer is None else TokenDecoder(tokenizer)
+
+
+def _tokenizer(config: Config, path: str) -> PreTrainedTokenizerBase | None:
+    if config.skip_tokenizer_init:
+        return None
+    return load_tokenizer(
+        config.tokenizer or path,
+        trust_remote_code=config.trust_remote_code,
+        revision=config.revision if config.tokenizer is None else None,
+    )
 
 
 def _load_model(config: Config, path: str) -> PagedModel:

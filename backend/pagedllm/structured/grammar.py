@@ -195,9 +195,15 @@ def _definition(matcher: Any, spec: StructuredOutput) -> str:
     return str(matcher.grammar_from_lark(spec.grammar))
 
 
-def json_rule(schema: Any) -> str:
-    """A JSON schema as the right side of a rule in a Lark grammar, laid out as usual here."""
-    return "%json " + json.dumps({**closed(schema), "x-guidance": _WHITESPACE})
+def json_rule(schema: Any, *, lenient: bool = False) -> str:
+    """A JSON schema as the right side of a rule in a Lark grammar, laid out as usual here.
+
+    Args:
+        schema: the schema, a mapping.
+        lenient: whether keywords that no grammar can hold are passed over.
+    """
+    options = {**_WHITESPACE, "lenient": lenient}
+    return "%json " + json.dumps({**closed(schema), "x-guidance": options})
 
 
 def closed(schema: Any) -> Any:
@@ -243,7 +249,7 @@ _OPENERS = {"additionalProperties", "patternProperties", "unevaluatedProperties"
 
 def _reason(message: str) -> str:
     """The first line of llguidance's message."""
-    if message == "NoExtensionBias":  # its word for an empty mask
+    if "NoExtensionBias" in message:  # its word for an empty mask
         return "no token continues it towards a text that satisfies it"
     lines = [line.strip() for line in message.strip().splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("error:")]

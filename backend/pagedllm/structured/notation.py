@@ -1,0 +1,95 @@
+"""The notations that calls come in: JSON that is not all there yet, and Python.
+
+Owner: ``structured.parser``. Invariant: nothing here raises for what a model wrote.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from typing import Any
+
+ARGUMENT_KEYS = ("arguments", "parameters")
+
+
+class ValueScanner:
+    """Finds where a JSON value ends, in text that comes in pieces."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False
+        self.wrong = False
+        """Whether something came that no JSON has, such as the mark that ends a call."""
+
+    def end_in(self, text: str) -> int | None:
+        """How much of this piece belongs to the value; None when it goes on after it."""
+        for place, character in enumerate(text):
+            if self._in_string:
+                if self._escaped:
+                    self._escaped = False
+                elif character == "\\":
+                    self._escaped = True
+                elif character == '"':
+                    self._in_string = False
+                    if not self._depth:
+                        return place + 1
+            elif character == '"':
+                self._in_string = True
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                if not self._depth:  # of what the value is in
+                    return place
+                self._depth -= 1
+                if not self._depth:
+                    return place + 1
+            elif character == "<" or (not self._depth and character in ",; \t\r\n"):
+                self.wrong = self._depth > 0
+                return place
+        return None
+
+
+def unpacked(value: str) -> str:
+    """Arguments that were written as a string that holds JSON; others as they are."""
+    try:
+        inner = json.loads(value)
+    except ValueError:
+        return value
+    return inner if isinstance(inner, str) else value
+
+
+def json_calls(text: str) -> list[tuple[str, str]]:
+    """Calls given as one JSON object or a list of them; empty when it is neither."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return []
+    calls = []
+    for each in found if isinstance(found, list) else [found]:
+        name = each.get("name") if isinstance(each, dict) else None
+        if not isinstance(name, str):
+            return []
+        arguments: Any = next((each[key] for key in ARGUMENT_KEYS if key in each), {})
+        calls.append((name, json.dumps(arguments, ensure_ascii=False)))
+    return calls
+
+
+def python_calls(text: str) -> list[tuple[str, str]]:
+    """Calls with keywords and literals, one or in a list; empty when it is anything else."""
+    try:
+        body = ast.parse(text.strip()).body
+        nodes: list[Any] = [getattr(each, "value", None) for each in body]
+        if len(nodes) == 1 and isinstance(nodes[0], ast.List):
+            nodes = nodes[0].elts
+        calls = []
+        for node in nodes:
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "print" and node.args:
+                (node,) = node.args  # Gemma prints what a call returns
+            if not isinstance(node, ast.Call) or node.args:
+                return []
+            values = {str(k.arg): ast.literal_eval(k.value) for k in node.keywords}
+            calls.append((ast.unparse(node.func), json.dumps(values, ensure_ascii=False)))
+        return calls
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return []
