@@ -9,18 +9,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from pagedllm_kernels.numba_cpu.attention import NumbaAttention
-from pagedllm_kernels.numba_cpu.decoder import CompiledDecoder, refusal
 
 from pagedllm.models.limits import check_length
+from pagedllm_kernels.numba_cpu.attention import NumbaAttention
+from pagedllm_kernels.numba_cpu.decoder import CompiledDecoder, refusal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pagedllm_kernels.types import LayerCache
-
     from pagedllm.models.base import DeviceBatch
     from pagedllm.models.decoder import NativeModel
+    from pagedllm_kernels.types import LayerCache
 
 
 class CompiledModel:

@@ -24,7 +24,7 @@ import numpy as np
 from pagedllm_kernels.numba_cpu import layout as at
 from pagedllm_kernels.numba_cpu.features import FEATURES
 from pagedllm_kernels.numba_cpu.layout import LANES, PART_KEYS
-from pagedllm_kernels.numba_cpu.rows import vexp, vtanh
+from pagedllm_kernels.numba_cpu.rows import store_activation, strands, vexp, vtanh
 from pagedllm_kernels.numba_cpu.simd import (
     F32,
     copy,
@@ -457,7 +457,7 @@ def _visible(j: int, per_page: int, page_size: int, low: int, high: int) -> tupl
     """First and past the last lane of vector j that hold keys which the row sees."""
     offset = j % per_page * LANES
     key = j // per_page * page_size + offset
-    return low - key, min(min(high - key, page_size - offset), LANES)
+    return low - key, min(high - key, page_size - offset, LANES)
 
 
 @jit
@@ -559,15 +559,18 @@ def _store(
     """Divide the sums by the weights and store them as rows of the output."""
     value_dim = field(op, at.A_VALUE_DIM)
     size = 4 if field(op, at.A_OUT_F32) else itemsize(atag)
+    lines = strands(job, field(job, at.NUM_TOKENS), atag)
+    stride = field(op, at.A_OUT_STRIDE)
     for row in range(rows):
         factor = splat(_ONE / get(stats + row * 2 * at.LINE + at.LINE, F32))
         head = field(task, at.T_HEAD) * group + row % group
         target = via(job, op, at.A_OUT_AT)
-        target += (field(task, at.T_ROW) + row // group) * field(op, at.A_OUT_STRIDE)
+        target += (field(task, at.T_ROW) + row // group) * lines * stride
         target += head * value_dim * size
         for d in range(0, value_dim, LANES):
             x = vload(sums + row * width + 4 * d, F32) * factor
             if size == 4:
                 vstore_some(x, target + 4 * d, min(LANES, value_dim - d), F32)
             else:
-                vstore_some(x, target + size * d, min(LANES, value_dim - d), atag)
+                count = min(LANES, value_dim - d)
+                store_activation(x, target + size * d, count, lines, stride, atag)

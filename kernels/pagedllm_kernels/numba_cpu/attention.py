@@ -21,6 +21,7 @@ from pagedllm_kernels.numba_cpu.team import Team
 from pagedllm_kernels.types import LayerCache
 
 if TYPE_CHECKING:
+    from pagedllm_kernels.numba_cpu.program import Fields
     from pagedllm_kernels.types import AttentionMetadata
 
 _QUERY_AT, _KEY_AT, _VALUE_AT, _OUT_AT = range(TASKS_AT + 1, TASKS_AT + 5)
@@ -139,7 +140,7 @@ class NumbaAttention:
                 * (dtype.itemsize if direct else 4),
                 at.A_OUT_F32: int(not direct),
             }
-            inputs: dict[int, int | float] = {
+            inputs: Fields = {
                 at.W_QUERY_AT: _QUERY_AT,
                 at.W_KEY_AT: _KEY_AT,
                 at.W_VALUE_AT: _VALUE_AT,

@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 _LOCK = threading.Lock()
 
 
-@functools.cache
 def compiled(name: str) -> int:
     """Return the address of a compiled function of :mod:`interpreter`, ``void (int64)``.
 
@@ -39,6 +38,7 @@ def compiled(name: str) -> int:
         return _compile(name).address  # type: ignore[no-any-return]
 
 
+@functools.cache
 def _compile(name: str) -> Any:
     function = getattr(interpreter, name)
     signature = types.void(types.int64)

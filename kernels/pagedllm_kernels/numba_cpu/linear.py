@@ -28,33 +28,37 @@ from pagedllm_kernels.numba_cpu.layout import (
     STAGE,
     TURNED,
 )
-from pagedllm_kernels.numba_cpu.rows import Vector, vexp, vsigmoid, vtanh
+from pagedllm_kernels.numba_cpu.rows import (
+    Vector,
+    store_activation,
+    strands,
+    vexp,
+    vsigmoid,
+    vtanh,
+)
 from pagedllm_kernels.numba_cpu.simd import (
     F32,
     copy,
     copysign,
     field,
     fma,
-    get,
     inner,
     itemsize,
     jit,
     outer,
-    put,
     real,
     splat,
     store64,
     transpose,
     via,
     vload,
-    vstore,
+    vload_some,
     vstore_some,
 )
 
 WIDE = FEATURES.wide
 
 FEW_BYTES = 24576  # of weights in a task of few rows
-_AHEAD = 2048  # bytes to prefetch ahead in a row of weights
 
 _HALF = np.float32(0.5)
 _ONE = np.float32(1.0)
@@ -83,8 +87,8 @@ def linear_tasks(op: int, job: int) -> int:
 
 @jit
 def few_block(op: int) -> int:
-    """Rows of weights in a task of few rows: a multiple of 16."""
-    return max(LANES, FEW_BYTES // field(op, at.L_STRIDE) // LANES * LANES)
+    """Rows of weights in a task of few rows: a multiple of BLOCK."""
+    return max(BLOCK, FEW_BYTES // field(op, at.L_STRIDE) // BLOCK * BLOCK)
 
 
 @jit
@@ -104,22 +108,19 @@ def _linear_few(op: int, job: int, task: int, scratch: int, wtag: Any, atag: Any
     gated = field(op, at.L_MODE) == at.GATED
     block = few_block(op)
     result = scratch + RESULT
-    for n in range(task * block, min((task + 1) * block, size), LANES):
+    lines = strands(job, rows, wtag)
+    for n in range(task * block, min((task + 1) * block, size), BLOCK):
         weight = field(op, at.L_WEIGHT) + n * stride
-        _dot_rows(op, job, weight, size - 1 - n, rows, result, wtag)
-        if gated:
-            _dot_rows(op, job, weight + size * stride, size - 1 - n, rows, result + 64, wtag)
-        for row in range(rows):
-            finish(
-                op,
-                job,
-                row,
-                n,
-                size,
-                result + row * RESULT_ROW,
-                result + row * RESULT_ROW + 64,
-                atag,
+        for i in range(0, min(BLOCK, size - n), LANES):
+            _dot_rows(
+                op, job, weight + i * stride, size - 1 - n - i, rows * lines, result + 4 * i, wtag
             )
+        if gated:
+            weight += size * stride
+            for i in range(0, min(BLOCK, size - n), LANES):
+                _dot_rows(op, job, weight + i * stride, size - 1 - n - i, rows * lines,
+                          result + 4 * (BLOCK + i), wtag)  # fmt: skip
+        finish(op, job, 0, rows, n, result, lines, atag)
 
 
 @jit
@@ -128,23 +129,30 @@ def _dot_rows(op: int, job: int, weight: int, last: int, rows: int, result: int,
     stride = field(op, at.L_STRIDE)
     units = field(op, at.L_UNITS)
     x_stride = field(op, at.L_IN_STRIDE)
-    source = via(job, op, at.L_IN_AT)
-    for row in range(0, rows, 4):
-        x = source + row * x_stride
-        out = result + row * RESULT_ROW
+    x = via(job, op, at.L_IN_AT)
+    row = 0
+    while row < rows:
         x_last = rows - 1 - row
         if x_last == 0:
-            inner(
-                16, 1, 0, wtag, weight, stride, last, x, x_stride, 0, units, out, RESULT_ROW, _AHEAD
-            )
+            inner(16, 1, 0, wtag, weight, stride, last, x, x_stride, 0, units, result, RESULT_ROW)
+            row += 1
         elif x_last == 1:
             for i in range(0, 16, 8):
-                inner(8, 2, 0, wtag, weight + i * stride, stride, last - i, x, x_stride, 1, units,
-                      out + 4 * i, RESULT_ROW, _AHEAD)  # fmt: skip
-        else:
+                inner(8, 2, 0, wtag, weight + i * stride, stride, last - i, x, x_stride, x_last,
+                      units, result + 4 * i, RESULT_ROW)  # fmt: skip
+            row += 2
+        elif x_last <= 3:
             for i in range(0, 16, 4):
                 inner(4, 4, 0, wtag, weight + i * stride, stride, last - i, x, x_stride, x_last,
-                      units, out + 4 * i, RESULT_ROW, _AHEAD)  # fmt: skip
+                      units, result + 4 * i, RESULT_ROW)  # fmt: skip
+            row += 4
+        else:
+            for i in range(0, 16, 2):
+                inner(2, 8, 0, wtag, weight + i * stride, stride, last - i, x, x_stride, x_last,
+                      units, result + 4 * i, RESULT_ROW)  # fmt: skip
+            row += 8
+        x += 8 * x_stride
+        result += 8 * RESULT_ROW
 
 
 @jit
@@ -176,12 +184,7 @@ def _linear_many(op: int, job: int, task: int, scratch: int, wtag: Any, atag: An
             fetch = following + half * following_far if m == first else 0
             _product(op, job, scratch, weight + half * far, stride, count, m, panel_rows,
                      half, fetch, wtag)  # fmt: skip
-        result = scratch + RESULT
-        for row in range(panel_rows):
-            values = result + row * RESULT_ROW
-            for i in range(0, count, LANES):
-                finish(op, job, m + row, n + i, size, values + 4 * i,
-                       values + 4 * (BLOCK + i), atag)  # fmt: skip
+        finish(op, job, m, panel_rows, n, scratch + RESULT, 1, atag)
 
 
 @jit
@@ -234,53 +237,57 @@ def _product(
 
 @jit
 def finish(
-    op: int, job: int, row: int, n: int, size: int, values: int, others: int, atag: Any
+    op: int, job: int, first: int, rows: int, n: int, result: int, lines: int, atag: Any
 ) -> None:
-    """Apply what follows a product to 16 results of a row and store them.
+    """Apply what follows a product to a block of its results and store them.
 
     Args:
         op: the operation.
         job: the job.
-        row: of the input.
-        n: the first of the 16 columns.
-        size: columns in all; those past it are not stored.
-        values: address of the 16 results, float32.
-        others: of a gated product, address of the up projection's 16 results.
+        first: row of the input that the first row of results belongs to.
+        rows: of results.
+        n: the column that the first of up to BLOCK columns belongs to.
+        result: float32 [rows, 2 * BLOCK]; of a gated product, gates and then up projections.
+        lines: of results to a row; they are added up.
         atag: how activations are stored.
     """
     mode = field(op, at.L_MODE)
     bias = field(op, at.L_BIAS)
-    count = min(LANES, size - n)
-    target = via(job, op, at.L_OUT_AT) + row * field(op, at.L_OUT_STRIDE)
-    v = vload(values, F32)
-    if bias:
-        v = v + vload(bias + 4 * n, F32)
-    if mode == at.GATED:
-        u = vload(others, F32)
-        if bias:
-            u = u + vload(bias + 4 * (size + n), F32)
-        v = activate(v, field(op, at.L_ACTIVATION)) * u
-        vstore_some(v, target + n * itemsize(atag), count, atag)
-        return
-    target += 4 * n
-    if mode == at.ADD:
-        if count == LANES:
-            vstore(fma(v, splat(real(op, at.L_SCALE)), vload(target, F32)), target, F32)
-        else:
-            vstore(v, values, F32)
-            for i in range(count):
-                x = get(target + 4 * i, F32) + get(values + 4 * i, F32) * real(op, at.L_SCALE)
-                put(x, target + 4 * i, F32)
-        return
-    if mode == at.LOGITS:
-        v = v * splat(real(op, at.L_SCALE))
-        cap = real(op, at.L_CAP)
-        if cap > np.float32(0):
-            v = vtanh(v * splat(_ONE / cap)) * splat(cap)
-    if count == LANES:
-        vstore(v, target, F32)
-    else:
-        vstore_some(v, target, count, F32)
+    size = field(op, at.L_SIZE)
+    stride = field(op, at.L_OUT_STRIDE)
+    activation = field(op, at.L_ACTIVATION)
+    scale = splat(real(op, at.L_SCALE))
+    cap = real(op, at.L_CAP)
+    width = itemsize(atag) if mode == at.GATED else 4
+    target = via(job, op, at.L_OUT_AT) + first * stride + n * width
+    for _ in range(rows):
+        for i in range(0, min(BLOCK, size - n), LANES):
+            count = min(LANES, size - n - i)
+            out = target + i * width
+            v = _result(result + 4 * i, lines)
+            if bias:
+                v = v + vload(bias + 4 * (n + i), F32)
+            if mode == at.GATED:
+                u = _result(result + 4 * (BLOCK + i), lines)
+                if bias:
+                    u = u + vload(bias + 4 * (size + n + i), F32)
+                store_activation(activate(v, activation) * u, out, count, lines, stride, atag)
+                continue
+            if mode == at.LOGITS:
+                v = v * scale
+                if cap > np.float32(0):
+                    v = vtanh(v * splat(_ONE / cap)) * splat(cap)
+            elif mode == at.ADD:
+                v = fma(v, scale, vload_some(out, count, F32))
+            vstore_some(v, out, count, F32)
+        target += stride * (lines if mode == at.GATED else 1)
+        result += RESULT_ROW * lines
+
+
+@jit
+def _result(place: int, lines: int) -> Vector:
+    v = vload(place, F32)
+    return v + vload(place + RESULT_ROW, F32) if lines == 2 else v
 
 
 @jit

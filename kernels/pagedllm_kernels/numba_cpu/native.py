@@ -32,6 +32,8 @@ def define(tiles: tuple[Tile, ...], folder: Path) -> Any:
     Returns:
         What keeps the code in memory.
     """
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
     cpu = config.CPU_NAME or llvm.get_host_cpu_name()
     features = config.CPU_FEATURES
     if features is None:

@@ -23,11 +23,14 @@ if TYPE_CHECKING:
     from pagedllm_kernels.numba_cpu.team import Team
     from pagedllm_kernels.types import AttentionMetadata
 
+Fields = dict[int, int | float]
+"""Fields of an operation by their index in its record."""
+
 SPINS = 2000  # some 50 us
 QUERIES_AT, TASKS_AT = at.BUFFERS, at.BUFFERS + 1  # of attention; a model's buffers follow
 
 
-def operation(code: int, fields: dict[int, int | float]) -> list[int]:
+def operation(code: int, fields: Fields) -> list[int]:
     """Return the record of an operation; floats become float32 in the low half of a field."""
     record = [0] * at.RECORD
     record[at.CODE] = code
@@ -68,7 +71,7 @@ class AttentionShape:
         """Bytes of a partial result of a tile."""
         return self.tile_queries * self.group * (self.width + 2 * at.LINE)
 
-    def fields(self, page_size: int) -> dict[int, int | float]:
+    def fields(self, page_size: int) -> Fields:
         """Return the fields that every operation of attention has."""
         slots = _up(page_size, LANES)
         return {
@@ -142,6 +145,9 @@ class Job:
         self.fields[at.THREADS] = team.threads
         self.fields[at.FEW_ROWS] = few_rows
         self.fields[at.SPINS] = SPINS
+        products = self.operations[self.operations[:, at.CODE] == at.LINEAR, at.L_UNITS]
+        if len(products):
+            self.reserve_scratch(linear_scratch_bytes(int(products.max())))
         self._address = self.fields.ctypes.data
 
     def reserve(self, index: int, size: int) -> None:
@@ -160,6 +166,20 @@ class Job:
             self.reserve(at.SCRATCH, size * self._team.threads)
             self.fields[at.SCRATCH_SIZE] = size
 
+    def take(self, index: int, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+        """Put a tensor's address into the job; the tensor must outlive the run.
+
+        Raises:
+            ValueError: compiled code could not read it as it lies.
+        """
+        rows_lie_apart = tensor.dim() == 2 and tensor.stride(1) == 1
+        if tensor.dtype != dtype or not (rows_lie_apart or tensor.is_contiguous()):
+            raise ValueError(
+                f"a contiguous {dtype} tensor is needed, not {tensor.dtype} with strides "
+                f"{tensor.stride()}"
+            )
+        self.fields[index] = tensor.data_ptr()
+
     def bind(self, metadata: AttentionMetadata, shape: AttentionShape, task_lists: int = 1) -> None:
         """Take a step's boundaries and page table, and make room for its attention."""
         if self._metadata is metadata:
@@ -167,11 +187,11 @@ class Job:
         fields = self.fields
         tokens, seqs = metadata.slot_mapping.shape[0], metadata.context_lens.shape[0]
         fields[at.NUM_TOKENS], fields[at.NUM_SEQS] = tokens, seqs
-        fields[at.QUERY_STARTS] = _address(metadata.query_starts, torch.int32)
-        fields[at.CONTEXT_LENS] = _address(metadata.context_lens, torch.int32)
-        fields[at.PAGE_TABLE] = _address(metadata.page_table, torch.int32)
+        self.take(at.QUERY_STARTS, metadata.query_starts, torch.int32)
+        self.take(at.CONTEXT_LENS, metadata.context_lens, torch.int32)
+        self.take(at.PAGE_TABLE, metadata.page_table, torch.int32)
         fields[at.PAGE_TABLE_WIDTH] = metadata.page_table.stride(0) if seqs > 1 else 0
-        fields[at.SLOT_MAPPING] = _address(metadata.slot_mapping, torch.int64)
+        self.take(at.SLOT_MAPPING, metadata.slot_mapping, torch.int64)
         fields[at.PAGE_SIZE] = metadata.page_size
         tiles = (tokens // shape.tile_queries + seqs) * shape.num_kv_heads
         parts = 8 * self._team.threads
@@ -182,25 +202,10 @@ class Job:
         self.reserve_scratch(shape.scratch_bytes(metadata.page_size))
         self._metadata = metadata
 
-    def reserve_linear(self, units: int) -> None:
-        """Make room for products over ``units``."""
-        self.reserve_scratch(linear_scratch_bytes(units))
-
     def run(self) -> None:
         """Run the program on every thread; returns when it is done."""
         self._sync.fill(0)
         self._team.run(compiled(self._function), self._address)
-
-
-def _address(tensor: torch.Tensor, dtype: torch.dtype) -> int:
-    """Return the address of a tensor that the compiled function will read as it lies."""
-    rows_lie_apart = tensor.dim() == 2 and tensor.stride(1) == 1
-    if tensor.dtype != dtype or not (rows_lie_apart or tensor.is_contiguous()):
-        raise ValueError(
-            f"a contiguous {dtype} tensor is needed, not {tensor.dtype} with strides "
-            f"{tensor.stride()}"
-        )
-    return tensor.data_ptr()
 
 
 def _up(value: int, step: int) -> int:

@@ -22,6 +22,7 @@ from pagedllm_kernels.numba_cpu.simd import (
     load64,
     real,
     round_even,
+    rounded,
     scale_by_power,
     splat,
     transpose,
@@ -30,6 +31,7 @@ from pagedllm_kernels.numba_cpu.simd import (
     vmax,
     vmin,
     vstore,
+    vstore_some,
 )
 
 Vector = Any  # annotates a value of 16 floats
@@ -83,6 +85,26 @@ def vtanh(x: Vector) -> Vector:
 
 
 @jit
+def strands(job: int, rows: int, tag: Any) -> int:
+    """Return in how many rows a row of activations is kept: 2 where they are few and narrow.
+
+    A number is then the sum of two of 16 bits, which costs nothing where reading the weights
+    takes all the time, and rounds its product with them about as well as float32 does.
+    """
+    return 2 if rows < field(job, at.FEW_ROWS) and itemsize(tag) == 2 else 1
+
+
+@jit
+def store_activation(
+    value: Vector, target: int, count: int, lines: int, stride: int, tag: Any
+) -> None:
+    """Store up to 16 numbers of a row, and in the next row what rounding took from them."""
+    vstore_some(value, target, count, tag)
+    if lines == 2:
+        vstore_some(value - rounded(value, tag), target + stride, count, tag)
+
+
+@jit
 def embed(op: int, job: int, task: int, wtag: object) -> None:
     """``out[t] = table[token_ids[t]] * scale`` for ``EMBED_ROWS`` rows."""
     width = field(op, at.E_WIDTH)
@@ -99,26 +121,33 @@ def embed(op: int, job: int, task: int, wtag: object) -> None:
 
 @jit
 def norm(op: int, job: int, task: int, atag: object) -> None:
-    """RMS norm of ``NORM_ROWS`` rows (Zhang and Sennrich, 2019)."""
+    """RMS norm of ``NORM_ROWS`` rows (Zhang and Sennrich, 2019); without a weight, a copy."""
     width = field(op, at.N_WIDTH)
     weight = field(op, at.N_WEIGHT)
     mode = field(op, at.N_MODE)
     scale = splat(real(op, at.N_SCALE))
     index = field(op, at.N_INDEX_AT)
+    rows = via(job, op, at.N_ROWS_AT)
+    out_stride = field(op, at.N_OUT_STRIDE)
+    lines = strands(job, rows, atag) if mode == at.STORE else 1
     first = task * NORM_ROWS
-    for row in range(first, min(first + NORM_ROWS, via(job, op, at.N_ROWS_AT))):
+    for row in range(first, min(first + NORM_ROWS, rows)):
         source_row = row
         if index:
             source_row = load64(field(job, index) + 8 * row)
         source = via(job, op, at.N_IN_AT) + field(op, at.N_IN_OFFSET)
         source += source_row * field(op, at.N_IN_STRIDE)
         target = via(job, op, at.N_OUT_AT) + field(op, at.N_OUT_OFFSET)
-        target += row * field(op, at.N_OUT_STRIDE)
-        factor = splat(inverse_rms(source, width, real(op, at.N_EPS)))
+        target += row * lines * out_stride
+        factor = splat(_ONE)
+        if weight:
+            factor = splat(inverse_rms(source, width, real(op, at.N_EPS)))
         for i in range(0, width, LANES):
-            y = vload(source + 4 * i, F32) * factor * vload(weight + 4 * i, F32)
+            y = vload(source + 4 * i, F32) * factor
+            if weight:
+                y = y * vload(weight + 4 * i, F32)
             if mode == at.STORE:
-                vstore(y, target + itemsize(atag) * i, atag)
+                store_activation(y, target + itemsize(atag) * i, LANES, lines, out_stride, atag)
             elif mode == at.STORE_F32:
                 vstore(y, target + 4 * i, F32)
             else:

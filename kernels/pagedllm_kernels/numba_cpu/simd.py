@@ -259,6 +259,18 @@ def vstore(typingctx: Any, value: Any, address: Any, tag: Any) -> Any:
 
 
 @emits
+def vload_some(typingctx: Any, address: Any, count: Any, tag: Any) -> Any:
+    """Load the first ``count`` of 16 float32 and touch nothing past them; the others are 0."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        place = pointer(builder, args[0], VF)
+        operands = [place, ir.Constant(I32, 4), lanes_below(builder, args[1]), const(0.0)]
+        return call(builder, "llvm.masked.load.v16f32.p0", VF, operands)
+
+    return VEC(types.int64, types.int64, types.float32), codegen
+
+
+@emits
 def vstore_some(typingctx: Any, value: Any, address: Any, count: Any, tag: Any) -> Any:
     """Store the first ``count`` of 16 numbers as ``tag`` and touch nothing past them."""
 
@@ -274,6 +286,18 @@ def vstore_some(typingctx: Any, value: Any, address: Any, count: Any, tag: Any) 
         return context.get_dummy_value()
 
     return types.void(VEC, types.int64, types.int64, tag), codegen
+
+
+@emits
+def rounded(typingctx: Any, value: Any, tag: Any) -> Any:
+    """Return the 16 numbers as they come back when stored as ``tag``."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        if tag == types.float32:
+            return args[0]
+        return widen(builder, narrow(builder, args[0], TAGS[tag]), TAGS[tag])
+
+    return VEC(VEC, tag), codegen
 
 
 @emits

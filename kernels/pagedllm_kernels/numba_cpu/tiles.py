@@ -64,10 +64,9 @@ ARGUMENTS = {
         "v_stride", "c", "c_stride",
     ),
     # out[j, i] = sum over u of W[i, u] * X[j, u], 16 results in all; rows past the last ones
-    # repeat them; the line ``ahead`` bytes past each one of weights is prefetched.
+    # repeat them.
     "inner": (
         "w", "w_stride", "w_last", "x", "x_stride", "x_last", "units", "out", "out_stride",
-        "ahead",
     ),
     # target[j, i] = source[i, j] for 16 by 16 units; rows past the last repeat it.
     "transpose": ("source", "s_stride", "s_last", "target", "t_stride"),
@@ -98,7 +97,7 @@ TAGS = {types.float32: "f32", types.uint16: "bf16", types.int16: "f16", types.in
 _OUTER_LINEAR = ((8, 3, 1), (8, 2, 1), (16, 1, 1), (4, 1, 1))
 _OUTER_ATTEND = ((6, 4, 4), (4, 4, 8), (3, 4, 8), (2, 4, 8), (1, 4, 8), (4, 1, 1), (1, 1, 1))
 _WEIGH = ((6, 4), (4, 4), (3, 4), (2, 4), (1, 4), (4, 2), (1, 2), (4, 1), (1, 1))
-_INNER = ((16, 1), (8, 2), (4, 4))
+_INNER = ((16, 1), (8, 2), (4, 4), (2, 8))
 
 
 def linear_tiles(tag: str) -> list[Tile]:
@@ -301,32 +300,53 @@ def _inner(builder: Any, tile: Tile, args: dict[str, Any]) -> None:
     height, width = tile.rows, tile.columns
     sources = _rows(builder, args["w"], args["w_stride"], height, args["w_last"])
     inputs = _rows(builder, args["x"], args["x_stride"], width, args["x_last"])
+    # Enough sums for the latency of a product; the weights are read as one stream, row after
+    # row, since a processor fetches one stream ahead twice as fast as several.
+    strands = max(1, 8 // width)
+    lines = builder.ashr(args["units"], index(4))
+    whole = builder.sdiv(lines, index(strands))
+    left = builder.srem(lines, index(strands))
+    rest = builder.and_(args["units"], index(LANES - 1))
+    some = builder.select(builder.icmp_signed(">", rest, index(0)), index(1), index(0))
+    valid = lanes_below(builder, rest)
+    zero = _zeros(tile)[0]
 
-    def step(offset: Any, sums: list[Any], valid: Any = None) -> list[Any]:
-        def units(row: Any) -> Any:
-            place = builder.add(row, offset)
+    def add_line(row: Any, at: Any, sums: list[Any], valid: Any = None) -> list[Any]:
+        def units(source: Any) -> Any:
+            place = builder.add(source, at)
             return load(builder, place, VI) if valid is None else _masked(builder, place, valid)
 
-        x_units = [units(row) for row in inputs]
-        changed = list(sums)
-        for i, row in enumerate(sources):
-            w_units = units(row)
-            if valid is None:
-                place = builder.add(builder.add(row, offset), args["ahead"])
-                _prefetch(builder, place, 3)
-            for j in range(width):
-                # A sum of results j * height + i: rows of X are rows of the output.
-                at = j * height + i
-                changed[at] = _dot(builder, tile.tag, changed[at], x_units[j], w_units)
-        return changed
+        w_units = units(row)
+        return [_dot(builder, tile.tag, s, units(x), w_units) for s, x in zip(sums, inputs)]
 
-    whole = builder.ashr(args["units"], index(4))
-    rest = builder.and_(args["units"], index(LANES - 1))
-    sums = _loop(builder, whole, _zeros(tile), lambda i, s: step(builder.shl(i, index(6)), s))
-    valid = lanes_below(builder, rest)
-    some = builder.select(builder.icmp_signed(">", rest, index(0)), index(1), index(0))
-    sums = _loop(builder, some, sums, lambda i, s: step(builder.shl(whole, index(6)), s, valid))
-    totals = _reduce(builder, _floats(builder, tile, sums))
+    results: list[Any] = []
+    for row in sources:
+
+        def strand_lines(i: Any, sums: list[Any], row: Any = row) -> list[Any]:
+            at = builder.mul(i, index(LINE * strands))
+            changed = []
+            for k in range(strands):
+                part = sums[k * width : (k + 1) * width]
+                changed += add_line(row, builder.add(at, index(LINE * k)), part)
+            return changed
+
+        sums = _loop(builder, whole, [zero] * (strands * width), strand_lines)
+        after = builder.mul(whole, index(LINE * strands))
+
+        def line(i: Any, sums: list[Any], row: Any = row, after: Any = after) -> list[Any]:
+            return add_line(row, builder.add(after, builder.shl(i, index(6))), sums)
+
+        def tail(i: Any, sums: list[Any], row: Any = row) -> list[Any]:
+            return add_line(row, builder.shl(lines, index(6)), sums, valid)
+
+        first = _loop(builder, some, _loop(builder, left, sums[:width], line), tail)
+        for k in range(1, strands):
+            part = sums[k * width : (k + 1) * width]
+            combine = builder.add if tile.tag == "i8" else builder.fadd
+            first = [combine(s, t) for s, t in zip(first, part)]
+        results.append(_floats(builder, tile, first))
+    # Results of one row of X lie side by side.
+    totals = _reduce(builder, [results[i][j] for j in range(width) for i in range(height)])
     undefined = ir.Constant(VF, ir.Undefined)
     for j in range(width):
         lanes = list(range(j * height, (j + 1) * height))

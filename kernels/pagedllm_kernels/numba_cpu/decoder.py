@@ -1,0 +1,325 @@
+"""A whole decoder step, embedding to logits, as one program.
+
+Owner: numba_cpu. Weights are read where they lie, row-major and once per step; only norms
+and biases are copied, as float32. The residual stream and everything between two products
+is float32; the inputs of a product are rounded to the weights' dtype.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pagedllm_kernels.numba_cpu import layout as at
+from pagedllm_kernels.numba_cpu.program import TASKS_AT, AttentionShape, Job, operation
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pagedllm_kernels.numba_cpu.program import Fields
+    from pagedllm_kernels.numba_cpu.team import Team
+    from pagedllm_kernels.types import AttentionMetadata, LayerCache
+
+FEW_ROWS = 5
+"""Rows from which packing the input pays. Measured on Zen 4: at 4 rows both kernels take
+about the same time, at 16 the one for many rows takes half."""
+
+_FUNCTIONS = {
+    torch.float32: "model_f32",
+    torch.bfloat16: "model_bf16",
+    torch.float16: "model_f16",
+}
+_ACTIVATIONS = {"silu": at.SILU, "gelu_tanh": at.GELU_TANH, "gelu": at.GELU}
+_MAX_WINDOWS = 6  # different ones, each with a list of attention's tasks
+# Buffers: the residual stream and two outputs of products, float32; activations; logits.
+_X, _QKV, _OUT, _H, _ATTENDED, _INNER, _LAST, _PACKED, _LOGITS = range(
+    TASKS_AT + _MAX_WINDOWS, TASKS_AT + _MAX_WINDOWS + 9
+)
+
+
+def refusal(spec: Any, dtype: torch.dtype) -> str | None:
+    """Return why a decoder cannot be compiled, or None when it can."""
+    if dtype not in _FUNCTIONS:
+        return f"its weights are {dtype}"
+    if any(spec.sparse_layers):
+        return "it has experts"
+    if len(set(spec.windows)) > _MAX_WINDOWS:
+        return f"it has more than {_MAX_WINDOWS} different windows"
+    widths = [spec.hidden_size, spec.intermediate_size, spec.num_heads * spec.head_dim]
+    if spec.qk_norm == "projection":
+        widths.append(spec.num_kv_heads * spec.head_dim)
+    odd = [width for width in widths if width % at.LANES]
+    return f"its width {odd[0]} is no multiple of {at.LANES}" if odd else None
+
+
+class CompiledDecoder:
+    """Runs the steps of one decoder on CPU cores. Not safe to call from two threads at once.
+
+    Args:
+        spec: the decoder's description, with the fields of ``pagedllm``'s ``DecoderSpec``.
+        weights: its weights, with the fields of ``DecoderWeights``; kept, not copied.
+        team: the threads.
+        page_size: tokens in a page.
+    """
+
+    def __init__(self, spec: Any, weights: Any, team: Team, page_size: int) -> None:
+        self._spec, self._weights = spec, weights
+        self._dtype: torch.dtype = weights.embedding.dtype
+        self._itemsize = self._dtype.itemsize
+        self._shape = AttentionShape(
+            spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.head_dim, self._itemsize
+        )
+        self._common = self._shape.fields(page_size)
+        self._windows = list(dict.fromkeys(spec.windows))
+        self._kept: list[torch.Tensor] = []
+        self._units = 0
+        records = self._records()
+        self._job = Job(team, _FUNCTIONS[self._dtype], records, FEW_ROWS)
+        codes = self._job.operations[:, at.CODE]
+        self._writes, self._attends = (codes == code for code in (at.WRITE, at.ATTEND))
+        self._cache: Sequence[LayerCache] | None = None
+        self._positions = 0
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        logit_indices: torch.Tensor,
+        metadata: AttentionMetadata,
+        cache: Sequence[LayerCache],
+    ) -> torch.Tensor:
+        """Run a step and write its keys and values to the cache.
+
+        Args:
+            token_ids: int64 [T].
+            positions: int64 [T].
+            logit_indices: int64 [R], rows whose logits are wanted.
+            metadata: the step's boundaries and page table.
+            cache: of every layer, from :class:`NumbaAttention`.
+
+        Returns:
+            float32 [R, vocab_size].
+        """
+        spec, job = self._spec, self._job
+        tokens, rows = token_ids.shape[0], logit_indices.shape[0]
+        self._bind_cache(cache)
+        self._extend_ropes(metadata.max_context_len)
+        job.bind(metadata, self._shape, len(self._windows))
+        out = torch.empty((rows, spec.vocab_size))
+        job.fields[at.NUM_LOGITS] = rows
+        job.take(at.TOKEN_IDS, token_ids, torch.int64)
+        job.take(at.POSITIONS, positions, torch.int64)
+        job.take(at.LOGIT_INDICES, logit_indices, torch.int64)
+        job.take(_LOGITS, out, torch.float32)
+        size = self._itemsize
+        room = max(tokens, 2 * FEW_ROWS)  # few rows take two lines each
+        for buffer, width in (
+            (_X, spec.hidden_size * 4),
+            (_QKV, self._qkv_width * 4),
+            (_OUT, spec.hidden_size * 4),
+            (_H, spec.hidden_size * size),
+            (_ATTENDED, spec.num_heads * spec.head_dim * size),
+            (_INNER, spec.intermediate_size * size),
+        ):
+            job.reserve(buffer, room * width)
+        job.reserve(_LAST, max(rows, 2 * FEW_ROWS) * spec.hidden_size * size)
+        job.reserve(_PACKED, (max(tokens, rows) + at.LANES) * self._units * 4)
+        job.run()
+        return out
+
+    @property
+    def _qkv_width(self) -> int:
+        spec = self._spec
+        return int((spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim)
+
+    def _bind_cache(self, cache: Sequence[LayerCache]) -> None:
+        if cache is self._cache:
+            return
+        for layers in (self._writes, self._attends):
+            self._job.operations[layers, at.A_KEYS] = [layer.key.data_ptr() for layer in cache]
+            self._job.operations[layers, at.A_VALUES] = [layer.value.data_ptr() for layer in cache]
+        self._cache = cache
+
+    def _extend_ropes(self, positions: int) -> None:
+        """Make the tables of cosines and sines long enough."""
+        if positions <= self._positions:
+            return
+        self._positions = max(256, 1 << (positions - 1).bit_length())
+        steps = torch.arange(self._positions, dtype=torch.float32)[:, None]
+        rope_of_layer = torch.tensor(self._spec.rope_of_layer).numpy()
+        writes = self._writes.nonzero()[0]
+        self._ropes = []
+        for number, rope in enumerate(self._spec.ropes):
+            angles = steps * torch.tensor(rope.inv_freq, dtype=torch.float32)
+            cosines, sines = angles.cos() * rope.scale, angles.sin() * rope.scale
+            self._ropes += [cosines, sines]
+            used = writes[rope_of_layer == number]
+            self._job.operations[used, at.W_HALF] = len(rope.inv_freq)
+            self._job.operations[used, at.W_COS] = cosines.data_ptr()
+            self._job.operations[used, at.W_SIN] = sines.data_ptr()
+
+    # --- the program ---------------------------------------------------------------------------
+
+    def _records(self) -> list[list[int]]:
+        spec, weights = self._spec, self._weights
+        records = [
+            operation(at.PLAN, self._common | {at.A_WINDOW: w or 0, at.A_TASKS_AT: TASKS_AT + i})
+            for i, w in enumerate(self._windows)
+        ]
+        embed: Fields = {
+            at.E_TABLE: weights.embedding.data_ptr(),
+            at.E_WIDTH: spec.hidden_size,
+            at.E_OUT_AT: _X,
+            at.E_OUT_STRIDE: spec.hidden_size * 4,
+            at.E_SCALE: float(spec.embedding_scale),
+        }
+        records.append(operation(at.EMBED, embed))
+        for i, layer in enumerate(weights.layers):
+            records += self._norm(_X, _H, layer.attention_norm, spec.hidden_size)
+            records += self._linear(_H, layer.qkv, layer.qkv_bias, _QKV, at.STORE_F32)
+            records += self._attention(i, layer)
+            records += self._branch(_ATTENDED, layer.o, layer.o_bias, layer.attention_out_norm)
+            records += self._norm(_X, _H, layer.mlp_norm, spec.hidden_size)
+            records += self._linear(_H, layer.gate_up, layer.gate_up_bias, _INNER, at.GATED)
+            records += self._branch(_INNER, layer.down, layer.down_bias, layer.mlp_out_norm)
+        rows: Fields = {at.N_ROWS_AT: at.NUM_LOGITS, at.N_INDEX_AT: at.LOGIT_INDICES}
+        records += self._norm(_X, _LAST, weights.norm, spec.hidden_size, rows)
+        ends: Fields = {
+            at.L_SCALE: float(spec.logit_scale),
+            at.L_CAP: float(spec.logit_softcap or 0.0),
+        }
+        rows_at = at.NUM_LOGITS
+        records += self._linear(_LAST, weights.head, None, _LOGITS, at.LOGITS, ends, rows_at)
+        return records
+
+    def _norm(
+        self, source: int, target: int, weight: Any, width: int, changes: Fields | None = None
+    ) -> list[list[int]]:
+        """Norm rows of float32 into activations; without a weight, only round them."""
+        fields: Fields = {
+            at.N_ROWS_AT: at.NUM_TOKENS,
+            at.N_IN_AT: source,
+            at.N_IN_STRIDE: width * 4,
+            at.N_OUT_AT: target,
+            at.N_OUT_STRIDE: width * self._itemsize,
+            at.N_WIDTH: width,
+            at.N_WEIGHT: self._floats(weight, self._spec.norm_offset),
+            at.N_MODE: at.STORE,
+            at.N_EPS: float(self._spec.norm_eps),
+        }
+        return [operation(at.NORM, fields | (changes or {}))]
+
+    def _linear(
+        self,
+        source: int,
+        weight: torch.Tensor,
+        bias: Any,
+        target: int,
+        mode: int,
+        changes: Fields | None = None,
+        rows_at: int = at.NUM_TOKENS,
+    ) -> list[list[int]]:
+        size, width = weight.shape
+        units = width * self._itemsize // 4
+        self._units = max(self._units, units)
+        if mode == at.GATED:
+            size //= 2
+        pack: Fields = {
+            at.P_ROWS_AT: rows_at,
+            at.P_IN_AT: source,
+            at.P_IN_STRIDE: units * 4,
+            at.P_UNITS: units,
+            at.P_OUT_AT: _PACKED,
+        }
+        fields: Fields = {
+            at.L_ROWS_AT: rows_at,
+            at.L_WEIGHT: _matrix(weight),
+            at.L_STRIDE: weight.stride(0) * self._itemsize,
+            at.L_SIZE: size,
+            at.L_UNITS: units,
+            at.L_IN_AT: source,
+            at.L_IN_STRIDE: units * 4,
+            at.L_PACKED_AT: _PACKED,
+            at.L_BIAS: self._floats(bias),
+            at.L_OUT_AT: target,
+            at.L_OUT_STRIDE: size * (self._itemsize if mode == at.GATED else 4),
+            at.L_MODE: mode,
+            at.L_SCALE: 1.0,
+            at.L_CAP: 0.0,
+            at.L_ACTIVATION: _ACTIVATIONS[self._spec.activation],
+        }
+        return [operation(at.PACK, pack), operation(at.LINEAR, fields | (changes or {}))]
+
+    def _branch(self, source: int, weight: torch.Tensor, bias: Any, norm: Any) -> list[list[int]]:
+        """Add a product, normed where there is a norm, to the residual stream."""
+        scale: Fields = {at.L_SCALE: float(self._spec.residual_scale)}
+        if norm is None:
+            return self._linear(source, weight, bias, _X, at.ADD, scale)
+        width = self._spec.hidden_size
+        add: Fields = {
+            at.N_MODE: at.ADD,
+            at.N_OUT_STRIDE: width * 4,
+            at.N_SCALE: float(self._spec.residual_scale),
+        }
+        product = self._linear(source, weight, bias, _OUT, at.STORE_F32)
+        return product + self._norm(_OUT, _X, norm, width, add)
+
+    def _attention(self, index: int, layer: Any) -> list[list[int]]:
+        spec = self._spec
+        queries, keys = (n * spec.head_dim for n in (spec.num_heads, spec.num_kv_heads))
+        records = []
+        write: Fields = {
+            at.W_IN_F32: 1,
+            at.W_QUERY_AT: _QKV,
+            at.W_KEY_AT: _QKV,
+            at.W_KEY_OFFSET: queries * 4,
+            at.W_VALUE_AT: _QKV,
+            at.W_VALUE_OFFSET: (queries + keys) * 4,
+            at.W_QUERY_STRIDE: self._qkv_width * 4,
+            at.W_KEY_STRIDE: self._qkv_width * 4,
+            at.W_VALUE_STRIDE: self._qkv_width * 4,
+            at.W_EPS: float(spec.norm_eps),
+        }
+        if spec.qk_norm == "projection":
+            for weight, offset, width in (
+                (layer.q_norm, 0, queries),
+                (layer.k_norm, queries * 4, keys),
+            ):
+                place: Fields = {
+                    at.N_MODE: at.STORE_F32,
+                    at.N_IN_OFFSET: offset,
+                    at.N_OUT_OFFSET: offset,
+                    at.N_IN_STRIDE: self._qkv_width * 4,
+                    at.N_OUT_STRIDE: self._qkv_width * 4,
+                }
+                records += self._norm(_QKV, _QKV, weight, width, place)
+        elif spec.qk_norm == "head":
+            write[at.W_Q_NORM] = self._floats(layer.q_norm, spec.norm_offset)
+            write[at.W_K_NORM] = self._floats(layer.k_norm, spec.norm_offset)
+        attend: Fields = {
+            at.A_WINDOW: spec.windows[index] or 0,
+            at.A_TASKS_AT: TASKS_AT + self._windows.index(spec.windows[index]),
+            at.A_SCALE: float(spec.attention_scale),
+            at.A_CAP: float(spec.attention_softcap or 0.0),
+            at.A_OUT_AT: _ATTENDED,
+            at.A_OUT_STRIDE: queries * self._itemsize,
+        }
+        records.append(operation(at.WRITE, self._common | write))
+        records.append(operation(at.ATTEND, self._common | attend))
+        return records
+
+    def _floats(self, tensor: torch.Tensor | None, offset: float = 0.0) -> int:
+        """Keep a small tensor as float32, padded to whole vectors; return its address."""
+        if tensor is None:
+            return 0
+        values = torch.zeros(tensor.numel() + 2 * at.LANES)
+        values[: tensor.numel()] = tensor.float().flatten() + offset
+        self._kept.append(values)
+        return values.data_ptr()
+
+
+def _matrix(weight: torch.Tensor) -> int:
+    if weight.stride(1) != 1:
+        raise ValueError(f"a row-major matrix is needed, not strides {weight.stride()}")
+    return weight.data_ptr()
