@@ -211,11 +211,9 @@ class OutputParser:
         except _Malformed:
             if not self._calling:
                 self._say("".join(self._taken))
-            else:  # what is left of a broken call means nothing
-                while form.end not in self._text and not self._over:
-                    yield
-                place = self._text.find(form.end) if form.end else -1
-                self._text = self._text[place:] if place >= 0 else ""
+                self._taken.clear()
+                return
+            yield from self._skip_to(form.end)
         self._calling = False
         self._taken.clear()
         while form.end.startswith(self._text[: len(form.end)]) and not self._over:
@@ -223,6 +221,13 @@ class OutputParser:
                 break
             yield
         self._text = self._text.removeprefix(form.end)
+
+    def _skip_to(self, marker: str) -> Generator[None]:
+        """Leave out what is left of a broken call: up to its end mark, or all there is."""
+        while not (marker and marker in self._text) and not self._over:
+            yield
+        place = self._text.find(marker) if marker else -1
+        self._text = self._text[place:] if place >= 0 else ""
 
     def _bare(self) -> Generator[None]:
         """An answer that may itself be a call."""
@@ -241,6 +246,8 @@ class OutputParser:
             except _Malformed:
                 if not self._calling:
                     self._text = "".join(self._taken) + self._text
+                else:
+                    yield from self._skip_to("")
         if self._num_calls:
             yield from self._next()
         yield from self._rest_is_content()
