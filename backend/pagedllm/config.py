@@ -184,6 +184,13 @@ class Config:
         False, Boolean(), "do not log statistics now and then", section="scheduler"
     )
 
+    engine: str = option(
+        "auto",
+        Text(("auto", "thread", "process"), metavar="WHERE"),
+        "run the engine in a thread, or in a process of its own; auto: a thread, and for a "
+        "server on a GPU a process",
+        section="distributed",
+    )
     executor: str = option(
         "auto", Text(metavar="NAME"), "auto, inline or one of a plugin's", section="distributed"
     )

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from pagedllm.config import Config
 from pagedllm.engine.driven import DrivenSequences, Room
-from pagedllm.engine.intake import Intake
 from pagedllm.engine.engine import Engine
+from pagedllm.engine.intake import Intake
 from pagedllm.engine.loop import EngineLoop
 from pagedllm.engine.remote import RemoteLoop
 from pagedllm.engine.requests import RequestState
@@ -110,7 +110,9 @@ class _Client:
             **settings,
         ).resolve()
         if config.engine == "process":
-            raise ConfigError("engine: a model that is loaded already stays in its process", "engine")
+            raise ConfigError(
+                "engine: a model that is loaded already stays in its process", "engine"
+            )
         self = cls.__new__(cls)
         executor = _make_executor(config, partial(_wrap, config, model))
         self._start(config, EngineLoop(config, executor), tokenizer)

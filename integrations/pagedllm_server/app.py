@@ -19,8 +19,8 @@ from starlette.staticfiles import StaticFiles
 
 import pagedllm
 from pagedllm import PagedLLMError
-from pagedllm_server.errors import ApiError, from_engine, from_pydantic
 from pagedllm_server import tgi
+from pagedllm_server.errors import ApiError, from_engine, from_pydantic
 from pagedllm_server.gate import Gate
 from pagedllm_server.openai_common import NAMES
 from pagedllm_server.routes import add_routes

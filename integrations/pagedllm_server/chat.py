@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.responses import JSONResponse, Response
 
-from pagedllm import PagedLLMError
-from pagedllm_server.errors import ApiError, from_engine, invalid
+from pagedllm import PagedLLMError, SamplingParams
+from pagedllm_server.errors import ApiError, from_engine, invalid, unsupported
 from pagedllm_server.logs import new_id
 from pagedllm_server.openai_common import (
     NAMES,
@@ -27,18 +27,25 @@ from pagedllm_server.openai_common import (
 )
 from pagedllm_server.sse import DONE, EventStream, event, while_client_waits
 from pagedllm_server.tokens import new_text, new_tokens
-from pagedllm_server.tools import Plan, make_plan
+from pagedllm_server.tools import Reader, chat_delta, check_tools, tool_choice
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from starlette.requests import Request
 
-    from pagedllm import CompletionOutput, RequestOutput, SamplingParams
+    from pagedllm import CompletionOutput, RequestOutput
+    from pagedllm.structured import PreparedChat
     from pagedllm_server.app import Server
     from pagedllm_server.schemas_openai import ChatRequest
     from pagedllm_server.service import Run
-    from pagedllm_server.tools import Reader
+
+
+RESERVED = frozenset(
+    ("chat_template", "conversation", "messages", "parallel_tool_calls", "return_dict")
+    + ("return_tensors", "sampling_params", "tokenize", "tool_choice", "tools")
+)
+"""Names that ``chat_template_kwargs`` must not set: they are not the template's."""
 
 
 async def answer(server: Server, request: Request, body: ChatRequest) -> Response:
@@ -46,12 +53,8 @@ async def answer(server: Server, request: Request, body: ChatRequest) -> Respons
     check_fields(server, body)
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options: only with stream", "stream_options")
-    plan = make_plan(server, body)
-    params = _params(server, body, plan)
-    tokens = await server.service.chat_tokens(
-        [message.plain() for message in body.messages], **template_options(body, plan)
-    )
-    server.service.check_prompt(len(tokens), "messages")
+    chat = await prepare(server, body, _params(server, body))
+    server.service.check_prompt(len(chat.prompt_token_ids), "messages")
     head = {
         "id": new_id("chatcmpl"),
         "object": "chat.completion.chunk" if body.stream else "chat.completion",
@@ -61,77 +64,76 @@ async def answer(server: Server, request: Request, body: ChatRequest) -> Respons
     }
     async with AsyncExitStack() as stack:
         stack.enter_context(server.service.admit())
-        run = await server.service.start(tokens, params, limits(body), 0)
+        run = await server.service.start(chat.prompt_token_ids, chat.params, limits(body), 0)
         stack.push_async_callback(run.aclose)
         if body.stream:
-            pieces = _chunks(server, body, plan, run, head)
+            pieces = _chunks(server, body, chat, run, head)
             return EventStream(pieces, stack.pop_all().aclose)
         output = await while_client_waits(request, run.finished())
     choices, reasoning = [], 0
     for each in output.outputs:
-        reader = plan.reader(each.index)
-        choice = _choice(server, body, each, reader)
+        reader = Reader(chat.parser())
+        choices.append(_choice(server, body, each, reader))
         reasoning += reader.reasoning_tokens(server, each)
-        choices.append(choice)
     return JSONResponse({**head, "choices": choices, "usage": usage([output], reasoning)})
 
 
-def _params(server: Server, body: ChatRequest, plan: Plan) -> SamplingParams:
+def _params(server: Server, body: ChatRequest) -> SamplingParams:
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs: needs logprobs to be true", "top_logprobs")
     limit = body.max_completion_tokens
     if limit is not None and body.max_tokens is not None and limit != body.max_tokens:
         raise invalid("max_tokens and max_completion_tokens differ; give one", "max_tokens")
-    more = {} if plan.skip_special_tokens is None else {"skip_special_tokens": False}
     form = structure(body.response_format)
-    if form is not None and plan.structured_output is not None:
+    if form is not None and body.tools and body.tool_choice not in (None, "auto", "none"):
         raise invalid("response_format: cannot go with this tool_choice", "response_format")
     return sampling_params(
         server,
         body,
         max_tokens=limit if limit is not None else body.max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        structured_output=form if form is not None else plan.structured_output,
-        **more,
+        structured_output=form,
     )
 
 
-def template_options(body: ChatRequest, plan: Plan) -> dict[str, Any]:
-    """What the chat template is told beside the messages."""
+async def prepare(server: Server, body: ChatRequest, params: SamplingParams) -> PreparedChat:
+    """Format the conversation, and add to its parameters what its tools ask for."""
+    check_tools(body.tools)
+    if body.tools and server.service.options.disable_grammar_support:
+        raise unsupported("tools", "this server was started with --disable-grammar-support")
     options: dict[str, Any] = dict(body.chat_template_kwargs or {})
-    for name in ("tokenize", "return_dict", "return_tensors", "conversation", "messages"):
-        if name in options:
-            raise invalid(f"chat_template_kwargs.{name}: is not the template's", name)
+    for name in options:
+        if name in RESERVED:
+            field = f"chat_template_kwargs.{name}"
+            raise invalid(f"{field}: is not the template's to know", field)
     if body.reasoning_effort is not None:
         options.setdefault("reasoning_effort", body.reasoning_effort)
     if body.add_generation_prompt is not None:
         options["add_generation_prompt"] = body.add_generation_prompt
     if body.continue_final_message is not None:
         options["continue_final_message"] = body.continue_final_message
-    if body.chat_template is not None:
-        options["chat_template"] = body.chat_template
-    if plan.tools:
-        options["tools"] = plan.tools
-    return options
+    if body.parallel_tool_calls is not None:
+        options["parallel_tool_calls"] = body.parallel_tool_calls
+    return await server.service.prepare_chat(
+        [message.plain() for message in body.messages],
+        params,
+        tools=body.tools,
+        tool_choice=tool_choice(body.tool_choice),
+        **options,
+    )
 
 
 async def templated_text(server: Server, body: ChatRequest) -> str:
     """The text that a conversation is for the model."""
-    plan = make_plan(server, body)
-    messages = [message.plain() for message in body.messages]
-    tokens = await server.service.chat_tokens(messages, **template_options(body, plan))
-    return server.decode(tokens)
+    return server.decode((await prepare(server, body, SamplingParams())).prompt_token_ids)
 
 
 def _choice(
     server: Server, body: ChatRequest, answer: CompletionOutput, reader: Reader
 ) -> dict[str, Any]:
-    reader.feed(answer.text)
-    reader.finish()
-    message: dict[str, Any] = {"role": "assistant", "content": reader.content or None}
-    if not reader.calls and reader.content == "":
-        message["content"] = ""
-    message["refusal"] = None
+    reader.read(answer.text)
+    content = reader.content if reader.content or not reader.calls else None
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if reader.reasoning:
         message["reasoning_content"] = reader.reasoning
     if reader.calls:
@@ -157,7 +159,7 @@ def _finish_reason(answer: CompletionOutput, reader: Reader) -> str | None:
 
 
 async def _chunks(
-    server: Server, body: ChatRequest, plan: Plan, run: Run, head: dict[str, Any]
+    server: Server, body: ChatRequest, chat: PreparedChat, run: Run, head: dict[str, Any]
 ) -> AsyncIterator[bytes]:
     options = body.stream_options
     counted = options is not None and options.include_usage
@@ -182,14 +184,17 @@ async def _chunks(
                 done = seen.get(each.index, 0)
                 if done < 0 or (done == len(each.token_ids) and not each.finished):
                     continue
-                reader = readers.setdefault(each.index, plan.reader(each.index))
-                deltas = reader.feed(new_text(each, done))
+                if each.index not in readers:
+                    readers[each.index] = Reader(chat.parser())
+                reader = readers[each.index]
+                found = reader.feed(new_text(each, done))
                 logprobs = None
                 if body.logprobs:
                     tokens = list(new_tokens(each, done, server.special_ids))
                     logprobs = chat_logprobs(tokens, body.top_logprobs or 0)
                 if each.finished:
-                    deltas += reader.finish()
+                    found += reader.finish()
+                deltas = [chat_delta(part) for part in found]
                 if logprobs is not None and not deltas:
                     deltas = [{"content": ""}]  # what carries them
                 for delta in deltas:
@@ -198,9 +203,7 @@ async def _chunks(
                 seen[each.index] = -1 if each.finished else len(each.token_ids)
                 if each.finished:
                     reason = _finish_reason(each, reader)
-                    yield chunk(
-                        each.index, {}, finish_reason=reason, stop_reason=each.stop_reason
-                    )
+                    yield chunk(each.index, {}, finish_reason=reason, stop_reason=each.stop_reason)
         if counted and last is not None:
             reasoning = sum(readers[a.index].reasoning_tokens(server, a) for a in last.outputs)
             yield event({**head, "choices": [], "usage": usage([last], reasoning)})

@@ -80,9 +80,7 @@ def _start(
     return _serve(app, service, options, listener)
 
 
-def parse(
-    argv: Sequence[str], environment: Any = None
-) -> tuple[Config, ServerOptions, list[str]]:
+def parse(argv: Sequence[str], environment: Any = None) -> tuple[Config, ServerOptions, list[str]]:
     """Read flags, the settings file and the environment, in this order of precedence.
 
     Returns:
@@ -102,9 +100,7 @@ def parse(
     )
     Config.add_cli_arguments(parser)
     mine = frozenset(flag for action in parser._actions for flag in action.option_strings)
-    parser.add_argument(
-        "--enable-fp8", action="store_true", help="short for --quantization fp8"
-    )
+    parser.add_argument("--enable-fp8", action="store_true", help="short for --quantization fp8")
     add_arguments(parser, mine)
     namespace, unknown = parser.parse_known_args(list(argv))
     if unknown:
@@ -198,9 +194,7 @@ def _listen(options: ServerOptions) -> socket.socket:
     return listener
 
 
-def _serve(
-    app: FastAPI, service: Service, options: ServerOptions, listener: socket.socket
-) -> int:
+def _serve(app: FastAPI, service: Service, options: ServerOptions, listener: socket.socket) -> int:
     import uvicorn
 
     class Server(uvicorn.Server):

@@ -71,10 +71,14 @@ class Gate:
             status = 499  # as nginx logs it; nobody is there to read an answer
         except ApiError as error:
             await refuse(error, path, reply)
-        except Exception as error:  # noqa: BLE001 - the last resort
+        except Exception as error:
             logger.exception("unexpected error in %s", path)
             if not status:
-                internal = ApiError(500, "incomplete_generation", f"{type(error).__name__} in the server; see its log")
+                internal = ApiError(
+                    500,
+                    "incomplete_generation",
+                    f"{type(error).__name__} in the server; see its log",
+                )
                 await refuse(internal, path, reply)
         finally:
             if self.access_log and (path not in OPEN_PATHS or status >= 400):

@@ -53,7 +53,9 @@ class Metrics:
             "pagedllm_refused_requests", "Requests answered with 429", registry=registry
         )
 
-        def both(name: str, vllm: str | None, tgi: str | None, text: str, buckets: Any) -> list[Any]:
+        def both(
+            name: str, vllm: str | None, tgi: str | None, text: str, buckets: Any
+        ) -> list[Any]:
             made: list[Any] = []
             if vllm is not None:
                 family = Histogram(
@@ -61,7 +63,9 @@ class Metrics:
                 )
                 made.append(family.labels(model_name))
             if tgi is not None:
-                made.append(Histogram(f"tgi_request_{tgi}", text, registry=registry, buckets=buckets))
+                made.append(
+                    Histogram(f"tgi_request_{tgi}", text, registry=registry, buckets=buckets)
+                )
             self._times[name] = made
             return made
 
@@ -73,7 +77,9 @@ class Metrics:
         both("queue", "request_queue_time_seconds", "queue_duration", "Waiting", SECONDS)
         both("prefill", "request_prefill_time_seconds", None, "First step to first token", SECONDS)
         both("decode", "request_decode_time_seconds", None, "First token to end", SECONDS)
-        both("inference", "request_inference_time_seconds", "inference_duration", "Running", SECONDS)
+        both(
+            "inference", "request_inference_time_seconds", "inference_duration", "Running", SECONDS
+        )
         both("validation", None, "validation_duration", "Checking the request", SECONDS)
         both("generated", "request_generation_tokens", "generated_tokens", "Tokens given", TOKENS)
         both("prompt", "request_prompt_tokens", "input_length", "Tokens of the prompt", TOKENS)
@@ -266,9 +272,7 @@ def _devices() -> Iterator[Metric]:
         import pynvml  # type: ignore[import-not-found,unused-ignore]
 
         pynvml.nvmlInit()
-        handles = [
-            pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())
-        ]
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
         used = GaugeMetricFamily("pagedllm_device_memory_bytes", "In use", labels=["device"])
         load = GaugeMetricFamily("pagedllm_device_utilisation", "0 to 1", labels=["device"])
         for index, handle in enumerate(handles):

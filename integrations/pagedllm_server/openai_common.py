@@ -102,9 +102,7 @@ def sampling_params(
         ValidationError: the engine does not.
     """
     values: dict[str, Any] = {
-        name: value
-        for name in _DIRECT
-        if (value := getattr(body, name, None)) is not None
+        name: value for name in _DIRECT if (value := getattr(body, name, None)) is not None
     }
     temperature = 1.0 if body.temperature is None else body.temperature
     values |= more
@@ -191,9 +189,7 @@ def chat_logprobs(tokens: Sequence[Token], number: int) -> dict[str, Any]:
         own = token.likeliest.get(token.id)
         text = own.decoded_token if own is not None else None
         alternatives = [entry(o.decoded_token or "", o.logprob) for _, o in top(token, number)]
-        content.append(
-            {**entry(text or token.text, token.logprob), "top_logprobs": alternatives}
-        )
+        content.append({**entry(text or token.text, token.logprob), "top_logprobs": alternatives})
     return {"content": content, "refusal": None}
 
 

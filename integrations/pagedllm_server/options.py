@@ -83,7 +83,10 @@ class ServerOptions(BaseModel):
     )
     payload_limit: int = _flag(2_000_000, "bytes of a request's body", "limits", ge=1)
     timeout: float | None = _flag(
-        None, "seconds that a request may take, if it does not say itself; none: any", "limits", gt=0
+        None,
+        "seconds that a request may take, if it does not say itself; none: any",
+        "limits",
+        gt=0,
     )
     graceful_timeout: float = _flag(
         90.0,
@@ -234,9 +237,11 @@ def server_options(
     for name, field in ServerOptions.model_fields.items():
         given = getattr(namespace, f"server.{name}", None)
         if given is not None:
-            flat = [part for each in given for part in _split(field.annotation, each)] if isinstance(
-                given, list
-            ) else given
+            flat = (
+                [part for each in given for part in _split(field.annotation, each)]
+                if isinstance(given, list)
+                else given
+            )
             values[name] = flat
     try:
         return ServerOptions(**values)

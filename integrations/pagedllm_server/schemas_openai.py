@@ -42,7 +42,9 @@ class Message(Strict):
 
     def plain(self) -> dict[str, Any]:
         """The message for a chat template."""
-        found: dict[str, Any] = {"role": self.role, "content": self.content}
+        # OpenAI's newer name for the system's role, which templates do not know.
+        role = "system" if self.role == "developer" else self.role
+        found: dict[str, Any] = {"role": role, "content": self.content}
         for name in ("name", "tool_calls", "tool_call_id", "reasoning_content"):
             value = getattr(self, name)
             if value is not None:
@@ -125,7 +127,9 @@ class ChatRequest(Generating):
     guideline: str | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = Field(None, description="given to the chat template")
-    chat_template: str | None = None
+    chat_template: str | None = Field(
+        None, description="refused: a template is a program, and the server's own to choose"
+    )
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -143,6 +147,7 @@ class ChatRequest(Generating):
     safety_identifier: str | None = Field(None, description="noted in the log")
 
     ONLY: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "chat_template": (),
         "functions": (),
         "function_call": (),
         "modalities": (["text"],),

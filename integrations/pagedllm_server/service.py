@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pagedllm import AsyncLLM, EngineError, PagedLLMError, SamplingParams
-
 from pagedllm_server.errors import invalid, not_ready, overloaded, timed_out, unsupported
 from pagedllm_server.logs import new_id
 
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 
     from pagedllm import Config, RequestOutput
-
+    from pagedllm.structured import PreparedChat
     from pagedllm_server.metrics import Metrics
     from pagedllm_server.options import ServerOptions
 
@@ -71,7 +70,7 @@ class Service:
     async def load(self, on_ready: Callable[[], None], on_failure: Callable[[], None]) -> None:
         """Load the model, then watch over its engine; tell how loading ended."""
         try:
-            self._llm = await _in_daemon(lambda: AsyncLLM(self.config))
+            self._llm = await _in_daemon(self._make)
         except Exception as error:  # noqa: BLE001 - reported by whoever asked for the start
             self.problem, self.failed = f"the model cannot be loaded: {error}", error
             on_failure()
@@ -79,6 +78,14 @@ class Service:
         self.problem = None
         self._watcher = asyncio.create_task(self._watch())
         on_ready()
+
+    def _make(self) -> AsyncLLM:
+        config = self.config
+        if config.engine == "auto":
+            # A GPU's driver may take its process with it, and there is more for the host to do.
+            on_gpu = config.resolve().device.startswith("cuda")
+            config = config.replace(engine="process" if on_gpu else "thread")
+        return AsyncLLM(config)
 
     async def _watch(self) -> None:
         """Notice an engine that has stopped, and make a new one."""
@@ -103,7 +110,7 @@ class Service:
             await asyncio.sleep(delay)
             self.restarts += 1
             try:
-                self._llm = await _in_daemon(lambda: AsyncLLM(self.config))
+                self._llm = await _in_daemon(self._make)
             except Exception as error:  # noqa: BLE001 - tried again, ever more slowly
                 reason, delay = str(error), min(2 * delay, LAST_BACK_OFF)
             else:
@@ -159,13 +166,15 @@ class Service:
             return llm.tokenize(text)
         return await asyncio.to_thread(llm.tokenize, text)
 
-    async def chat_tokens(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-        """Return the token ids that a conversation is for the model."""
+    async def prepare_chat(
+        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams, **options: Any
+    ) -> PreparedChat:
+        """Format a conversation, and add what its tools ask for to its parameters."""
         llm = self.llm
         size = sum(len(str(message.get("content"))) for message in messages)
         if size < LONG_TEXT and not options.get("tools"):
-            return llm.apply_chat_template(messages, **options)
-        return await asyncio.to_thread(llm.apply_chat_template, messages, **options)
+            return llm.prepare_chat(messages, params, **options)
+        return await asyncio.to_thread(llm.prepare_chat, messages, params, **options)
 
     def check_prompt(self, num_tokens: int, name: str) -> None:
         """Refuse a prompt above the server's own limit."""

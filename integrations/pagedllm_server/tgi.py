@@ -137,9 +137,7 @@ async def _prompt(server: Server, body: GenerateRequest, given: GenerateParamete
     return tokens
 
 
-def sampling_params(
-    server: Server, given: GenerateParameters, *, stream: bool
-) -> SamplingParams:
+def sampling_params(server: Server, given: GenerateParameters, *, stream: bool) -> SamplingParams:
     """Translate TGI's parameters, and check what goes together.
 
     Raises:
@@ -154,7 +152,9 @@ def sampling_params(
     best_of = given.best_of or 1
     if best_of > 1:
         if given.seed is not None:
-            raise invalid("best_of: several answers cannot share one seed; leave one out", "best_of")
+            raise invalid(
+                "best_of: several answers cannot share one seed; leave one out", "best_of"
+            )
         if not sampling:
             raise invalid("best_of: above 1 needs sampling; set do_sample to true", "best_of")
         if stream:
@@ -250,9 +250,7 @@ def _details(
         "tokens": [token.native() for token in tokens] if params.logprobs is not None else [],
     }
     if given.top_n_tokens:
-        details["top_tokens"] = [
-            _top_tokens(server, token, given.top_n_tokens) for token in tokens
-        ]
+        details["top_tokens"] = [_top_tokens(server, token, given.top_n_tokens) for token in tokens]
     return details
 
 

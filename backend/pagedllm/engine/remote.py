@@ -1,0 +1,402 @@
+"""An engine in a process of its own, used like one in a thread.
+
+Owner: the facade. Invariants: the process is started from this file and imports nobody's
+``__main__``, so no script needs a guard; what crosses is pickled plain data, requests one way
+and what their outputs gained the other; when the process dies, whoever waits is told at once,
+and when this process dies, the engine's reads the end of its input and ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from pagedllm.engine.engine import Engine
+from pagedllm.engine.loop import EngineLoop
+from pagedllm.engine.requests import OutputState, RequestState
+from pagedllm.engine.sequence import SequenceState
+from pagedllm.errors import EngineClosedError, EngineError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pagedllm.config import Config
+    from pagedllm.engine.text import OutputText, TokenDecoder
+    from pagedllm.executors.base import Executor
+    from pagedllm.outputs import FinishReason
+    from pagedllm.types import ModelInfo, Request, TokenLogprobs
+
+T = TypeVar("T")
+_CLOSE_SECONDS = 20.0
+"""What the process is given to end by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class _OutputGain:
+    """What one answer gained."""
+
+    text: str
+    token_ids: list[int]
+    text_offsets: list[int]
+    logprobs: list[TokenLogprobs]
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+    first_scheduled_time: float | None
+    num_cached_tokens: int
+    num_preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Gain:
+    """What a request gained since its last one; times are the machine's own, not a process's."""
+
+    request_id: str
+    outputs: list[_OutputGain]
+    prompt_logprobs: dict[int, TokenLogprobs]
+    first_token_time: float | None
+    finished_time: float | None
+    error: Any
+
+
+class RemoteLoop:
+    """Starts an engine in a process and talks to it; stands in for an :class:`EngineLoop`.
+
+    Args:
+        config: a resolved config.
+        make: in the process, called with the config, returns the executor and the decoder of
+            tokens; sent there, so it must pickle.
+
+    Raises:
+        EngineError: the process ended before it was ready.
+        whatever starting the executor there raises.
+    """
+
+    def __init__(
+        self, config: Config, make: Callable[[Config], tuple[Executor, TokenDecoder | None]]
+    ) -> None:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            # -c, not -m: the process must not be a package's main module.
+            command = f"from pagedllm.engine.remote import main; main({theirs.fileno()})"
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", command], pass_fds=(theirs.fileno(),)
+            )
+            self._connection = Connection(ours.detach())
+        self._lock = threading.Lock()
+        self._states: dict[str, RequestState] = {}
+        self._calls: dict[int, Future[Any]] = {}
+        self._num_calls = 0
+        self._closed = threading.Event()
+        self._dead: str | None = None
+        started: Future[ModelInfo] = Future()
+        self._calls[-1] = started
+        self._reader = threading.Thread(target=self._read, name="pagedllm-remote", daemon=True)
+        self._reader.start()
+        try:
+            self._connection.send((config, make))
+            self.info: ModelInfo = started.result()
+        except BaseException as error:
+            self.close()
+            if isinstance(error, OSError):  # it ended before it had read this
+                raise EngineError(self._dead or "the engine's process did not start") from error
+            raise
+
+    # -- what an EngineLoop does ---------------------------------------------------
+
+    def add(self, state: RequestState, max_tokens: int) -> None:
+        """Queue a request. Raises EngineClosedError, or EngineError when the process died."""
+        request = state.request
+        for index in range(request.params.n):
+            mirror = SequenceState(request, index, 0, 0, max_tokens, [])
+            state.outputs.append(OutputState(mirror, cast("OutputText", None)))
+        with self._lock:
+            self._check()
+            if request.request_id in self._states:
+                raise EngineError(f"request id {request.request_id!r} is in use; give each its own")
+            self._states[request.request_id] = state
+            try:
+                self._connection.send(("add", request, max_tokens))
+            except OSError:
+                return  # the process has just died: the reader fails this request, too
+            except BaseException:
+                del self._states[request.request_id]
+                raise
+
+    def abort(self, request_id: str) -> None:
+        """End a request, if it is still there."""
+        with self._lock, contextlib.suppress(OSError):
+            if self._dead is None and not self._closed.is_set():
+                self._connection.send(("abort", request_id))
+
+    def post(self, function: Callable[[Engine], Any]) -> None:
+        """Not possible here. Raises EngineError."""
+        raise EngineError("driving sequences needs the engine in this process: engine='thread'")
+
+    def call(self, function: Callable[[Engine], T]) -> T:
+        """Run a method of :class:`Engine` there and return its result.
+
+        Raises:
+            EngineError: the process died, or the function is not a plain method.
+        """
+        name = getattr(function, "__name__", "")
+        if getattr(Engine, name, None) is not function:
+            self.post(function)
+        done: Future[T] = Future()
+        with self._lock:
+            self._check()
+            self._num_calls += 1
+            self._calls[self._num_calls] = done
+            with contextlib.suppress(OSError):  # the reader fails the call
+                self._connection.send(("call", self._num_calls, name))
+        return done.result()
+
+    def close(self) -> None:
+        """Stop the process; unfinished requests fail. Idempotent."""
+        with self._lock:
+            self._closed.set()
+            with contextlib.suppress(OSError):
+                self._connection.send(None)
+        try:
+            self.process.wait(_CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        if threading.current_thread() is not self._reader:
+            self._reader.join()
+            self._connection.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._closed.is_set()
+
+    # -- what comes back -----------------------------------------------------------
+
+    def _check(self) -> None:
+        if self._closed.is_set():
+            raise EngineClosedError("the engine is closed; make a new one")
+        if self._dead is not None:
+            raise EngineError(self._dead)
+
+    def _read(self) -> None:
+        try:
+            while True:
+                kind, *content = self._connection.recv()
+                if kind == "gains":
+                    for gain in content[0]:
+                        self._apply(gain)
+                else:
+                    number, result = content
+                    with self._lock:
+                        done = self._calls.pop(number)
+                    if kind == "result":
+                        done.set_result(result)
+                    else:
+                        done.set_exception(result)
+        except (EOFError, OSError):
+            self._fail()
+
+    def _apply(self, gain: _Gain) -> None:
+        state = self._states.get(gain.request_id)
+        if state is None:
+            return
+        with state.lock:
+            # A request that could not even be queued comes back without outputs.
+            for output, new in zip(state.outputs, gain.outputs, strict=False):
+                output.text += new.text
+                output.token_ids += new.token_ids
+                output.text_offsets += new.text_offsets
+                output.logprobs += new.logprobs
+                output.finish_reason = new.finish_reason
+                output.stop_reason = new.stop_reason
+                output.sequence.first_scheduled_time = new.first_scheduled_time
+                output.sequence.num_cached_tokens = new.num_cached_tokens
+                output.sequence.num_preemptions = new.num_preemptions
+            state.prompt_logprobs.update(gain.prompt_logprobs)
+            state.first_token_time = gain.first_token_time
+            state.finished_time = gain.finished_time
+            state.error = gain.error
+        if state.finished:
+            with self._lock:
+                self._states.pop(gain.request_id, None)
+        state.listener(state)
+
+    def _fail(self) -> None:
+        """The process is gone: end whatever waits for it."""
+        import time
+
+        status = self.process.wait()
+        reason = f"the engine's process ended with status {status}"
+        if status < 0:
+            reason = f"the engine's process was ended by {signal.Signals(-status).name}"
+        error: EngineError = EngineError(reason)
+        if self._closed.is_set():
+            error = EngineClosedError("the engine was closed before the request finished")
+        with self._lock:
+            self._dead = reason
+            states, self._states = list(self._states.values()), {}
+            calls, self._calls = list(self._calls.values()), {}
+        for call in calls:
+            call.set_exception(error)
+        for state in states:
+            with state.lock:
+                state.error = error
+                state.finished_time = time.monotonic()
+                for output in state.outputs:
+                    output.finish_reason = output.finish_reason or "error"
+            state.listener(state)
+
+
+# -- in the engine's process ---------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Sent:
+    """How far a request has been reported."""
+
+    state: RequestState
+    read: list[tuple[int, int]] = field(default_factory=list)
+    """Of each answer, characters and tokens."""
+    prompt: set[int] = field(default_factory=set)
+
+    def gain(self) -> _Gain:
+        """Return what is new, and remember it."""
+        state = self.state
+        with state.lock:
+            gains = []
+            for index, output in enumerate(state.outputs):
+                if index == len(self.read):
+                    self.read.append((0, 0))
+                characters, tokens = self.read[index]
+                self.read[index] = (len(output.text), len(output.token_ids))
+                gains.append(
+                    _OutputGain(
+                        text=output.text[characters:],
+                        token_ids=output.token_ids[tokens:],
+                        text_offsets=output.text_offsets[tokens:],
+                        logprobs=output.logprobs[tokens:],
+                        finish_reason=output.finish_reason,
+                        stop_reason=output.stop_reason,
+                        first_scheduled_time=output.sequence.first_scheduled_time,
+                        num_cached_tokens=output.sequence.num_cached_tokens,
+                        num_preemptions=output.sequence.num_preemptions,
+                    )
+                )
+            new = {k: v for k, v in state.prompt_logprobs.items() if k not in self.prompt}
+            self.prompt |= new.keys()
+            return _Gain(
+                state.request.request_id,
+                gains,
+                new,
+                state.first_token_time,
+                state.finished_time,
+                state.error,
+            )
+
+
+def main(descriptor: int) -> None:
+    """Serve the process at the other end of a socket until it closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that owns this one
+    connection = Connection(descriptor)
+    lock = threading.Lock()
+    try:
+        config, make = connection.recv()
+        executor, decoder = make(config)
+        loop = EngineLoop(config, executor)
+    except (EOFError, OSError):
+        os._exit(1)
+    except BaseException as error:  # noqa: BLE001 - raised where the engine was asked for
+        connection.send(("error", -1, _portable(error)))
+        return
+    connection.send(("result", -1, loop.info))
+    changed: queue.SimpleQueue[RequestState | None] = queue.SimpleQueue()
+    sent: dict[str, _Sent] = {}
+    writer = threading.Thread(target=_write, args=(connection, lock, changed, sent), daemon=True)
+    writer.start()
+    with contextlib.suppress(EOFError, OSError):
+        while (command := connection.recv()) is not None:
+            _obey(command, loop, decoder, changed, sent, connection, lock)
+    loop.close()
+    changed.put(None)
+    writer.join(_CLOSE_SECONDS)
+
+
+def _obey(
+    command: tuple[Any, ...],
+    loop: EngineLoop,
+    decoder: TokenDecoder | None,
+    changed: queue.SimpleQueue[RequestState | None],
+    sent: dict[str, _Sent],
+    connection: Connection,
+    lock: threading.Lock,
+) -> None:
+    kind, *content = command
+    if kind == "add":
+        request: Request
+        request, max_tokens = content
+        state = RequestState(request, decoder, changed.put)
+        sent[request.request_id] = _Sent(state)
+        loop.add(state, max_tokens)
+    elif kind == "abort":
+        loop.abort(content[0])
+    else:
+        number, name = content
+        try:
+            answer = ("result", number, loop.call(getattr(Engine, name)))
+        except Exception as error:  # noqa: BLE001 - it belongs to the caller
+            answer = ("error", number, _portable(error))
+        with lock:
+            connection.send(answer)
+
+
+def _write(
+    connection: Connection,
+    lock: threading.Lock,
+    changed: queue.SimpleQueue[RequestState | None],
+    sent: dict[str, _Sent],
+) -> None:
+    """Report what changed, whatever came together in one message."""
+    over = False
+    while not over:
+        states = {id(state): state for state in _all_there(changed)}
+        over = states.pop(id(None), 0) is None
+        gains = []
+        for state in states.values():
+            entry = sent.get(state.request.request_id)
+            if entry is not None:
+                gain = entry.gain()
+                gains.append(gain)
+                if gain.finished_time is not None:
+                    del sent[state.request.request_id]
+        if gains:
+            with lock:
+                try:
+                    connection.send(("gains", gains))
+                except OSError:
+                    return
+
+
+def _all_there(changed: queue.SimpleQueue[RequestState | None]) -> list[RequestState]:
+    found: list[Any] = [changed.get()]
+    while not changed.empty():
+        found.append(changed.get())
+    return found
+
+
+def _portable(error: BaseException) -> BaseException:
+    """Return an exception that pickles; its cause stays behind."""
+    from pagedllm.errors import PagedLLMError
+
+    if isinstance(error, PagedLLMError):
+        return error
+    return EngineError(f"{type(error).__name__}: {' '.join(str(error).split())}")

@@ -1,0 +1,287 @@
+"""What clients do wrong, on purpose or not: an answer with a reason, and the server lives on."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import threading
+import time
+
+import httpx
+import pytest
+
+from server_process import events, serving, wait_until
+
+LONG = {"max_new_tokens": 450}
+KEY = "key-of-the-house-4711"
+
+
+@pytest.fixture(scope="module")
+def server(tiny_with_text):
+    options = ("--max-concurrent-requests", "6", "--api-key", KEY, "--json-logs")
+    with serving(tiny_with_text, *options) as running:
+        yield running
+        assert KEY not in running.output
+    for line in running.errors:
+        json.loads(line)  # every line of the log is an object
+
+
+@pytest.fixture(scope="module")
+def http(server):
+    headers = {"Authorization": f"Bearer {KEY}"}
+    with httpx.Client(base_url=server.url, timeout=60, headers=headers) as client:
+        server.stats = lambda: client.get("/stats").json()
+        yield client
+
+
+@pytest.fixture(autouse=True)
+def _idle_afterwards(http, server):
+    yield
+    wait_until(server.is_idle)
+    answer = http.post("/generate", json={"inputs": "Hello", "parameters": {"max_new_tokens": 2}})
+    assert answer.status_code == 200, answer.text
+
+
+def post(http, path, body):
+    return http.post(path, content=body, headers={"content-type": "application/json"})
+
+
+def nested(depth):
+    return b'{"inputs": ' + b"[" * depth + b"]" * depth + b"}"
+
+
+BAD_BODIES = {
+    "nothing": b"",
+    "not JSON": b"inputs=Hello",
+    "cut off": b'{"inputs": "Hel',
+    "invalid UTF-8": b'{"inputs": "\xff\xfe"}',
+    "lone surrogate": b'{"inputs": "\\ud800", "prompt": "\\ud800"}',
+    "null": b"null",
+    "a list": b"[1, 2]",
+    "a number": b"7",
+    "nested deeply": nested(100_000),
+    "nested a little": nested(50),
+    "a huge integer": b'{"inputs": "A", "parameters": {"seed": 1' + b"0" * 5000 + b"}}",
+    "a large integer": b'{"inputs": "A", "parameters": {"max_new_tokens": 1' + b"0" * 30 + b"}}",
+    "not a number": b'{"inputs": "A", "parameters": {"temperature": NaN}}',
+    "infinity": b'{"inputs": "A", "parameters": {"temperature": Infinity}}',
+    "a wrong type": b'{"inputs": 12}',
+    "text for a number": b'{"inputs": "A", "parameters": {"max_new_tokens": "5"}}',
+    "an unknown field": b'{"inputs": "A", "paramters": {}}',
+    "an empty prompt": b'{"inputs": ""}',
+    "a null byte in a name": b'{"in\\u0000puts": "A"}',
+}
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/generate", "/generate_stream", "/invocations", "/tokenize"]
+)
+@pytest.mark.parametrize("what", BAD_BODIES)
+def test_bad_bodies_on_native_routes(http, path, what):
+    answer = post(http, path, BAD_BODIES[what])
+    if path == "/tokenize" and "A" in str(BAD_BODIES[what]) and answer.status_code == 200:
+        pytest.fail("accepted")
+    assert answer.status_code in (415, 422), answer.text
+    body = answer.json()
+    assert set(body) == {"error", "error_type"}
+    assert body["error_type"] == "validation"
+    assert len(body["error"]) < 400
+    assert "\n" not in body["error"]
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings"]
+)
+@pytest.mark.parametrize("what", BAD_BODIES)
+def test_bad_bodies_on_openai_routes(http, path, what):
+    answer = post(http, path, BAD_BODIES[what])
+    assert answer.status_code in (415, 422), answer.text
+    assert set(answer.json()) == {"error"}
+    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", 0),
+        ("temperature", -1.5),
+        ("top_p", 0),
+        ("top_p", 1.0),
+        ("typical_p", 1.5),
+        ("top_k", 0),
+        ("frequency_penalty", 2.5),
+        ("repetition_penalty", 0),
+        ("max_new_tokens", 0),
+        ("stop", ["a", "b", "c", "d", "e"]),
+        ("best_of", 2),
+        ("best_of", 1000),
+        ("truncate", 0),
+        ("watermark", True),
+        ("adapter_id", "mine"),
+        ("top_n_tokens", 1000),
+        ("grammar", {"type": "regex"}),
+        ("grammar", {"type": "unheard-of", "value": "a"}),
+        ("seed", -1),
+    ],
+)
+def test_wrong_parameters_are_named(http, field, value):
+    answer = http.post("/generate", json={"inputs": "A", "parameters": {field: value}})
+    assert answer.status_code == 422
+    assert field in answer.json()["error"]
+
+
+@pytest.mark.parametrize("seed", [random.randrange(2**32)])
+def test_random_bytes_get_answers(http, seed):
+    print("seed:", seed)
+    draw = random.Random(seed)
+    whole = json.dumps({"inputs": "Hello", "parameters": {"max_new_tokens": 1}}).encode()
+    for _ in range(100):
+        body = bytearray(whole)
+        for _ in range(draw.randrange(1, 6)):
+            body[draw.randrange(len(body))] = draw.randrange(256)
+        path = draw.choice(["/", "/generate", "/generate_stream"])
+        assert post(http, path, bytes(body)).status_code in (200, 422)
+
+
+def test_a_large_body_is_not_read(http):
+    begin = time.monotonic()
+    answer = http.post("/generate", json={"inputs": "word " * 2_000_000})
+    assert answer.status_code == 413
+    assert "payload_limit" in answer.json()["error"]
+    assert time.monotonic() - begin < 5
+
+    def pieces():
+        for _ in range(100):
+            yield b"x" * 100_000
+
+    headers = {"content-type": "application/json"}
+    answer = http.post("/v1/completions", content=pieces(), headers=headers)
+    assert answer.status_code == 413
+    assert answer.json()["error"]["code"] == "payload_too_large"
+
+
+def test_a_long_prompt_is_refused_by_length_and_others_go_on(http):
+    waits = []
+
+    def others():
+        for _ in range(20):
+            begin = time.monotonic()
+            http.get("/health")
+            waits.append(time.monotonic() - begin)
+
+    thread = threading.Thread(target=others)
+    thread.start()
+    answer = http.post("/generate", json={"inputs": "many words " * 150_000})
+    thread.join()
+    assert answer.status_code == 422
+    assert "tokens" in answer.json()["error"]
+    assert max(waits) < 2.0
+
+
+@pytest.mark.parametrize("header", ["", "Bearer", "Bearer wrong", f"Basic {KEY}", f"Bearer {KEY}x"])
+def test_no_route_but_the_probes_opens_without_the_key(server, header):
+    with httpx.Client(base_url=server.url, headers={"Authorization": header}) as client:
+        for path in ("/health", "/ping", "/metrics"):
+            assert client.get(path).status_code == 200
+        for path in ("/info", "/v1/models", "/", "/stats", "/openapi.json", "/nothing"):
+            answer = client.get(path)
+            assert answer.status_code == 401, path
+            assert answer.headers["www-authenticate"] == "Bearer"
+        for path in ("/generate", "/v1/completions", "/tokenize", "/invocations"):
+            assert client.post(path, json={"inputs": "A", "prompt": "A"}).status_code == 401
+
+
+def test_request_ids_go_in_and_out(http, server):
+    answer = http.get("/info", headers={"x-request-id": "mine-42"})
+    assert answer.headers["x-request-id"] == "mine-42"
+    wait_until(lambda: any('"request_id": "mine-42"' in line for line in server.errors))
+    forged = http.get("/info", headers={"x-request-id": "a b" * 100})
+    assert forged.headers["x-request-id"].startswith("req-")
+
+
+# -- time -----------------------------------------------------------------------------
+
+
+def test_a_full_server_says_when_to_come_back(http):
+    held, lines = [], []
+    try:
+        for _ in range(6):
+            request = http.build_request(
+                "POST", "/generate_stream", json={"inputs": "A", "parameters": LONG}
+            )
+            held.append(http.send(request, stream=True))
+            lines.append(held[-1].iter_lines())  # dropping it would close the response
+            next(lines[-1])
+        for path, body in (("/generate", {"inputs": "A"}), ("/v1/completions", {"prompt": "A"})):
+            answer = http.post(path, json=body)
+            assert answer.status_code == 429
+            assert int(answer.headers["retry-after"]) >= 1
+        assert http.post("/generate", json={"inputs": "A"}).json()["error_type"] == "overloaded"
+    finally:
+        for response in held:
+            response.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_timeout_stops_a_request(http, server, stream):
+    body = {"prompt": "A", "max_tokens": 450, "timeout": 0.4, "stream": stream}
+    begin = time.monotonic()
+    if stream:
+        with http.stream("POST", "/v1/completions", json=body) as response:
+            found = events(response)
+        assert found[-1] == "[DONE]"
+        error = found[-2]["error"]
+    else:
+        answer = http.post("/v1/completions", json=body)
+        assert answer.status_code == 424
+        error = answer.json()["error"]
+    assert error["code"] == "timeout"
+    assert "0.4 s" in error["message"]
+    assert time.monotonic() - begin < 2.5
+    wait_until(server.is_idle, 2.0)
+
+
+@pytest.mark.parametrize("path", ["/generate", "/generate_stream", "/v1/chat/completions"])
+def test_hanging_up_frees_the_pages(http, server, path):
+    body = {"inputs": "A", "parameters": LONG}
+    if path.startswith("/v1"):
+        body = {"messages": [{"role": "user", "content": "A"}], "max_tokens": 400}
+    content = json.dumps(body).encode()
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(
+            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            f"Authorization: Bearer {KEY}\r\nContent-Length: {len(content)}\r\n\r\n".encode()
+            + content
+        )
+        wait_until(lambda: server.stats()["running"] == 1)
+        before = server.stats()["generated_tokens"]
+    begin = time.monotonic()
+    wait_until(server.is_idle, 2.0)
+    assert time.monotonic() - begin < 1.0
+    assert server.stats()["generated_tokens"] - before < 400
+
+
+def test_a_slow_reader_holds_nobody_up(http, server):
+    """It reads nothing at all; its answer ends all the same, and others do not notice."""
+    content = json.dumps({"inputs": "A", "parameters": LONG}).encode()
+    host, port = server.url.removeprefix("http://").split(":")
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+    connection.connect((host, int(port)))
+    connection.sendall(
+        f"POST /generate_stream HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"Authorization: Bearer {KEY}\r\nContent-Length: {len(content)}\r\n\r\n".encode()
+        + content
+    )
+    wait_until(lambda: server.stats()["running"] == 1)
+    answer = http.post("/generate", json={"inputs": "B", "parameters": {"max_new_tokens": 20}})
+    assert answer.status_code == 200
+    wait_until(server.is_idle)
+    received = b""
+    connection.settimeout(10)
+    while b'"input_length"' not in received:  # nothing of it was lost
+        received += connection.recv(65536)
+    assert received.count(b"data: ") == 450
+    connection.close()
