@@ -72,7 +72,8 @@ class CompiledDecoder:
         )
         self._common = self._shape.fields(page_size)
         self._windows = list(dict.fromkeys(spec.windows))
-        self._kept: list[torch.Tensor] = []
+        self._kept: list[tuple[torch.Tensor, float, torch.Tensor]] = []
+        self._versions = -1
         self._units = 0
         records = self._records()
         self._job = Job(team, _FUNCTIONS[self._dtype], records, FEW_ROWS)
@@ -103,6 +104,7 @@ class CompiledDecoder:
         """
         spec, job = self._spec, self._job
         tokens, rows = token_ids.shape[0], logit_indices.shape[0]
+        self._refresh()
         self._bind_cache(cache)
         self._extend_ropes(metadata.max_context_len)
         job.bind(metadata, self._shape, len(self._windows))
@@ -314,9 +316,17 @@ class CompiledDecoder:
         if tensor is None:
             return 0
         values = torch.zeros(tensor.numel() + 2 * at.LANES)
-        values[: tensor.numel()] = tensor.float().flatten() + offset
-        self._kept.append(values)
+        self._kept.append((tensor, offset, values))
         return values.data_ptr()
+
+    def _refresh(self) -> None:
+        """Copy norms and biases, at first and whenever someone trained the model."""
+        # Inference tensors, which nobody trains, count no versions.
+        versions = sum(0 if s.is_inference() else s._version for s, _, _ in self._kept)
+        if versions != self._versions:
+            for source, offset, values in self._kept:
+                values[: source.numel()] = source.float().flatten() + offset
+            self._versions = versions
 
 
 def _matrix(weight: torch.Tensor) -> int:

@@ -1,0 +1,140 @@
+"""The compiled step against the same decoder in torch, for every architecture it covers."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from pagedllm_kernels.numba_cpu.attention import NumbaAttention
+from pagedllm_kernels.numba_cpu.decoder import FEW_ROWS
+
+from paged_driver import Driver, logits_of
+from pagedllm.models import load_model
+from pagedllm.models.compiled import CompiledModel, why_not
+from pagedllm.models.decoder import NativeModel
+from tiny_families import FAMILIES, build
+
+DENSE = [n for n, f in FAMILIES.items() if f.native and n not in ("mixtral", "qwen3-moe")]
+
+
+@pytest.fixture(scope="module")
+def attention():
+    return NumbaAttention(2)
+
+
+@pytest.fixture
+def seed():
+    value = random.randrange(2**31)
+    print("seed", value)
+    return value
+
+
+def both(name, folder, seed, dtype, attention, **changes):
+    """The decoder in torch with reference kernels, and compiled."""
+    build(name, seed, **changes).save_pretrained(folder)
+    kwargs = {"dtype": dtype, "model_impl": "native"}
+    plain = load_model(str(folder), attention="reference", **kwargs)
+    spec, weights = plain.spec, plain.weights
+    return plain, CompiledModel(NativeModel(spec, weights, attention, plain.eos_token_ids))
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_tokens_and_logprobs_are_those_of_the_torch_decoder(name, tmp_path, seed, attention):
+    models = both(name, tmp_path, seed, "float32", attention)
+    answers = []
+    for model in models:
+        rng = random.Random(seed)
+        driver = Driver(model, rng, page_size=rng.choice([3, 4, 16]))
+        prompts = [[rng.randrange(1, 320) for _ in range(n)] for n in (1, 5, 22, 47)]
+        running = [driver.add(prompt, 40) for prompt in prompts]
+        for _ in range(15):
+            driver.step((1, 3, 7, 40))
+        driver.preempt(running[2])
+        driver.run()
+        answers.append(running)
+    for plain, compiled in zip(*answers, strict=True):
+        assert compiled.tokens == plain.tokens
+        difference = torch.stack(compiled.logprobs) - torch.stack(plain.logprobs)
+        assert difference.abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("name", ["llama-biased", "gemma2", "olmo2", "granite", "qwen3"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("chunk", [1, FEW_ROWS + 2, 60])
+def test_low_precision_is_as_near_to_fp32_as_the_torch_decoder(
+    name, dtype, chunk, tmp_path, seed, attention
+):
+    plain, compiled = both(name, tmp_path, seed, dtype, attention)
+    exact = load_model(
+        str(tmp_path), dtype=torch.float32, model_impl="native", attention="reference"
+    )
+    # fp32 arithmetic on the weights as they were rounded.
+    exact = NativeModel(exact.spec, widened(plain.weights), exact.attention, frozenset())
+    rng = random.Random(seed)
+    tokens = [rng.randrange(1, 320) for _ in range(120)]
+    wanted = logits_of(exact, tokens)
+    errors = [
+        (logits_of(model, tokens, chunk) - wanted).norm() / wanted.norm()
+        for model in (plain, compiled)
+    ]
+    assert errors[1] < 1.3 * errors[0] + 1e-4, errors
+    if chunk < FEW_ROWS:
+        assert errors[1] < errors[0], errors
+
+
+def widened(weights):
+    """The same weights in fp32."""
+    from dataclasses import fields, replace
+
+    def wide(thing):
+        changes = {
+            f.name: v.float()
+            for f in fields(thing)
+            if isinstance(v := getattr(thing, f.name), torch.Tensor)
+        }
+        return replace(thing, **changes)
+
+    return replace(wide(weights), layers=tuple(wide(layer) for layer in weights.layers))
+
+
+def test_a_long_prompt_in_one_step_and_in_pieces(tmp_path, seed, attention):
+    plain, compiled = both("llama", tmp_path, seed, "float32", attention)
+    tokens = [random.Random(seed).randrange(1, 320) for _ in range(501)]
+    wanted = logits_of(plain, tokens, 501)
+    for chunk in (501, 250, 33):
+        error = (logits_of(compiled, tokens, chunk) - wanted).norm() / wanted.norm()
+        assert error < 1e-5
+
+
+def test_steps_that_read_nothing_out(tmp_path, seed, attention):
+    _, compiled = both("llama", tmp_path, seed, "float32", attention)
+    driver = Driver(compiled, random.Random(seed))
+    driver.add([5] * 40, 1)
+    driver.step([7])
+    assert driver.running[0].computed == 7
+    assert not driver.running[0].logprobs
+
+
+def test_weights_that_change_in_place_count(tmp_path, seed, attention):
+    plain, compiled = both("llama-biased", tmp_path, seed, "float32", attention)
+    assert compiled.weights is plain.weights
+    tokens = [random.Random(seed).randrange(1, 320) for _ in range(20)]
+    before = logits_of(compiled, tokens)
+    with torch.no_grad():
+        plain.weights.layers[0].mlp_norm.mul_(3.0)
+        plain.weights.layers[1].qkv_bias.add_(0.5)
+        plain.weights.layers[2].down.mul_(2.0)
+    wanted = logits_of(plain, tokens)
+    assert (wanted - before).abs().max() > 1e-2
+    assert (logits_of(compiled, tokens) - wanted).norm() / wanted.norm() < 1e-5
+
+
+def test_what_is_not_covered_says_why(tmp_path, seed, attention):
+    build("mixtral", seed).save_pretrained(tmp_path / "experts")
+    model = load_model(str(tmp_path / "experts"), model_impl="native", attention="reference")
+    assert "attention is reference" in why_not(model)
+    model.attention = attention
+    assert why_not(model) == "it has experts"
+    with pytest.raises(ValueError, match=r"MixtralForCausalLM cannot be compiled.*experts"):
+        CompiledModel(model)
