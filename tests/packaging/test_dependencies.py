@@ -21,6 +21,7 @@ NOT_IMPORTED = {
     "jinja2": "transformers imports it",
     "langchain-core": "the LangChain adapter's, whichever release has it",
     "triton": "the GPU kernels', whichever release has them",
+    "uvloop": "uvicorn imports it",
 }
 NOT_DECLARED = {"nvidia-ml-py": "metrics of GPUs, where it happens to be installed"}
 DISTRIBUTIONS = {
