@@ -167,8 +167,8 @@ class Config:
     )
     scheduling_policy: str = option(
         "fcfs",
-        Text(("fcfs", "priority"), metavar="POLICY"),
-        "first come first served, or by the requests' priority",
+        Text(("fcfs", "priority", "deadline"), metavar="POLICY"),
+        "first come first served, or by the requests' priority, or by their targets of time",
         section="scheduler",
     )
     steps_in_flight: int | None = option(

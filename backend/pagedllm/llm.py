@@ -116,6 +116,7 @@ class _Client:
         self = cls.__new__(cls)
         executor = _make_executor(config, partial(_wrap, config, model))
         self._start(config, EngineLoop(config, executor), tokenizer)
+        _return_heap()  # the native tier merged projections and freed the separate ones
         return self
 
     def _start(
@@ -504,17 +505,28 @@ class AsyncLLM(_Client):
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str = "",
+        ttft_target: float | None = None,
+        e2e_target: float | None = None,
     ) -> Request:
         """Do what :meth:`generate` does first: tokenise, check, compile a constraint.
 
         Any thread may call it, so that a long prompt or a large grammar need not hold up the
         event loop; :meth:`submit` starts what it returns.
 
+        ``ttft_target`` and ``e2e_target`` are the seconds from now within which the first
+        token and the whole answer are wanted, for ``scheduling_policy='deadline'``.
+
         Raises:
             ValidationError: the request cannot be served.
         """
         return self._intake.request(
-            prompt, sampling_params, request_id=request_id, priority=priority, cache_salt=cache_salt
+            prompt,
+            sampling_params,
+            request_id=request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            ttft_target=ttft_target,
+            e2e_target=e2e_target,
         )
 
     def submit(self, request: Request) -> AsyncOutputStream:

@@ -32,6 +32,10 @@ class Request:
     """Lower runs first under the ``priority`` policy."""
     arrival_time: float = 0.0
     """Seconds of ``time.monotonic()``."""
+    ttft_target: float | None = None
+    """Seconds from arrival by which the first token is wanted (the ``deadline`` policy)."""
+    e2e_target: float | None = None
+    """Seconds from arrival by which the whole answer is wanted."""
     cache_salt: str = ""
     """Requests share cached prefixes only when their salts are equal."""
     driven: bool = False

@@ -132,7 +132,11 @@ def _generating() -> type[Generating]:
 def limits(body: Sampling) -> Limits:
     """When a request is wanted."""
     return Limits(
-        timeout=body.timeout, priority=body.priority or 0, cache_salt=body.cache_salt or ""
+        timeout=body.timeout,
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+        ttft_target=body.ttft_target,
+        e2e_target=body.e2e_target,
     )
 
 

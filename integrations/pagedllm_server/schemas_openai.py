@@ -71,6 +71,12 @@ class Sampling(Strict):
     priority: int | None = Field(None, ge=-(2**31), le=2**31 - 1)
     cache_salt: str | None = Field(None, min_length=1, description="share no cached prefix outside")
     timeout: float | None = Field(None, gt=0, le=1e7, description="seconds after which to stop")
+    ttft_target: float | None = Field(
+        None, gt=0, le=1e7, description="seconds to the first token (the deadline policy)"
+    )
+    e2e_target: float | None = Field(
+        None, gt=0, le=1e7, description="seconds to the whole answer (the deadline policy)"
+    )
 
     ONLY: ClassVar[dict[str, tuple[Any, ...]]] = {}
 

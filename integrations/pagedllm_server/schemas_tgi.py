@@ -51,6 +51,8 @@ class GenerateParameters(Strict):
     timeout: float | None = Field(
         None, gt=0, le=1e7, description="seconds after which to stop (pagedllm's own)"
     )
+    ttft_target: float | None = Field(None, gt=0, le=1e7, description="as in /v1/completions")
+    e2e_target: float | None = Field(None, gt=0, le=1e7, description="as in /v1/completions")
 
 
 class GenerateRequest(Strict):

@@ -45,6 +45,10 @@ class Limits:
     """Seconds after which it is stopped."""
     priority: int = 0
     cache_salt: str = ""
+    ttft_target: float | None = None
+    """Seconds to the first token, for the engine's deadline policy."""
+    e2e_target: float | None = None
+    """Seconds to the whole answer."""
 
 
 class Service:
@@ -258,6 +262,8 @@ class Service:
                 request_id=identity,
                 priority=limits.priority,
                 cache_salt=limits.cache_salt,
+                ttft_target=limits.ttft_target,
+                e2e_target=limits.e2e_target,
             )
 
         started = time.monotonic()

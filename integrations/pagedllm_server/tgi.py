@@ -49,7 +49,7 @@ async def generate(server: Server, request: Request, body: GenerateRequest) -> R
     params = sampling_params(server, parameters, stream=False)
     tokens = await _prompt(server, body, parameters)
     with server.service.admit():
-        limits = Limits(timeout=parameters.timeout)
+        limits = _limits(parameters)
         run = await server.service.start(tokens, params, limits, len(body.inputs))
         checked = time.perf_counter()
         output = await while_client_waits(request, run.finished())
@@ -79,7 +79,7 @@ async def generate_stream(server: Server, request: Request, body: GenerateReques
     }
     async with AsyncExitStack() as stack:
         stack.enter_context(server.service.admit())
-        limits = Limits(timeout=parameters.timeout)
+        limits = _limits(parameters)
         run = await server.service.start(tokens, params, limits, len(body.inputs))
         stack.push_async_callback(run.aclose)
         pieces = _events(server, body, parameters, params, run)
@@ -118,6 +118,10 @@ async def _events(
                 yield event(payload)
     except (PagedLLMError, ApiError) as error:
         yield event(from_engine(error, NAMES).native())
+
+
+def _limits(given: GenerateParameters) -> Limits:
+    return Limits(timeout=given.timeout, ttft_target=given.ttft_target, e2e_target=given.e2e_target)
 
 
 def _parameters(body: GenerateRequest) -> GenerateParameters:

@@ -197,7 +197,9 @@ class Engine:
                 self._counters.steps += 1
                 for update in self.scheduler.update(output):
                     self._take(update)
-                self._counters.step_seconds.add(time.perf_counter() - begin)
+                seconds = time.perf_counter() - begin
+                self._counters.step_seconds.add(seconds)
+                self.scheduler.step_seconds += 0.1 * (seconds - self.scheduler.step_seconds)
             elif self._driven:
                 self._stalled = True
             elif self._requests:

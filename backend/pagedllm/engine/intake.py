@@ -55,6 +55,8 @@ class Intake:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str = "",
+        ttft_target: float | None = None,
+        e2e_target: float | None = None,
     ) -> Request:
         """Check a prompt and its parameters.
 
@@ -75,6 +77,13 @@ class Intake:
                 "scheduling_policy='priority'",
                 "priority",
             )
+        for name, target in (("ttft_target", ttft_target), ("e2e_target", e2e_target)):
+            if target is not None and self._config.scheduling_policy != "deadline":
+                raise ValidationError(
+                    f"{name} is given, but scheduling_policy is not 'deadline'; start the engine "
+                    f"with scheduling_policy='deadline'",
+                    name,
+                )
         words, token_ids = self._tokenise(prompt)
         if params.truncate_prompt_tokens is not None:
             token_ids = token_ids[-params.truncate_prompt_tokens :]
@@ -92,6 +101,8 @@ class Intake:
             priority=priority,
             arrival_time=time.monotonic(),
             cache_salt=cache_salt,
+            ttft_target=ttft_target,
+            e2e_target=e2e_target,
         )
 
     def chat(
@@ -218,9 +229,7 @@ class Intake:
             raise ValidationError(_NO_TOKENIZER.format("structured_output"), "structured_output")
         with self._lock:
             if self._grammars is None:
-                self._grammars = GrammarCompiler(
-                    self._tokenizer, self._info.vocab_size, self._eos
-                )
+                self._grammars = GrammarCompiler(self._tokenizer, self._info.vocab_size, self._eos)
         grammar = self._grammars.grammar(spec)
         return params.replace(logits_processors=(*params.logits_processors, grammar))
 

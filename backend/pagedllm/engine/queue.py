@@ -1,8 +1,8 @@
 """Who is served next: the waiting queue and the policies that order it.
 
-Owner: the scheduler. Invariants: a policy's key never changes while a sequence lives, and
-no two keys are equal; so a preempted sequence returns to its old place, and the first in
-the order is never preempted by a later one. Adding and taking cost O(log n).
+Owner: the scheduler. Invariants: a policy's key never changes while a sequence is in the queue
+or runs, and no two keys are equal; so a preempted sequence returns to its old place, and the
+first in the order is never preempted by a later one. Adding and taking cost O(log n).
 """
 
 from __future__ import annotations
@@ -53,7 +53,53 @@ class Priority:
         return waiting.request.priority < running.request.priority
 
 
-_POLICIES: dict[str, type[FCFS] | type[Priority]] = {"fcfs": FCFS, "priority": Priority}
+class Deadline:
+    """Earliest target first (EDF, Liu and Layland 1973), those that cannot meet theirs last.
+
+    Earliest-deadline-first alone collapses under overload: it spends itself on requests that
+    are about to be late anyway. So one that can no longer meet its target goes behind all that
+    can, gives way to them, and fills what room they leave.
+    """
+
+    def key(self, sequence: SequenceState) -> tuple[float, ...]:
+        """Order by whether the target can be met, then by target, then by arrival."""
+        request = sequence.request
+        targets = [t for t in (request.ttft_target, request.e2e_target) if t is not None]
+        due = request.arrival_time + min(targets, default=_NO_TARGET)
+        return (sequence.late, due, sequence.order)
+
+    def outranks(self, waiting: SequenceState, running: SequenceState) -> bool:
+        """One that can be on time displaces one that cannot."""
+        return running.late and not waiting.late
+
+    @staticmethod
+    def is_late(sequence: SequenceState, now: float, step_seconds: float, budget: int) -> bool:
+        """Whether a waiting sequence's target cannot be met any more.
+
+        Args:
+            sequence: waits.
+            now: seconds of ``time.monotonic()``.
+            step_seconds: what a step has taken of late.
+            budget: tokens of a step.
+        """
+        request = sequence.request
+        waited = now - request.arrival_time
+        prefill = -(-len(sequence.tokens) // budget) * step_seconds
+        if request.ttft_target is not None and sequence.num_output_tokens == 0:
+            return waited + prefill > request.ttft_target
+        if request.e2e_target is None:
+            return False
+        left = sequence.max_tokens - sequence.num_output_tokens
+        return waited + prefill + left * step_seconds > request.e2e_target
+
+
+_NO_TARGET = 60.0
+"""Seconds that stand in for the target of a request without one."""
+_POLICIES: dict[str, type[FCFS] | type[Priority] | type[Deadline]] = {
+    "fcfs": FCFS,
+    "priority": Priority,
+    "deadline": Deadline,
+}
 
 
 def make_policy(name: str) -> QueuePolicy:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pagedllm.cache.page_table import TableChange
-from pagedllm.engine.queue import WaitingQueue, make_policy
+from pagedllm.engine.queue import Deadline, WaitingQueue, make_policy
 from pagedllm.engine.sequence import Status
 from pagedllm.types import PageWrite, Row, RowOutput, ScheduleStep, SlotInit
 
@@ -68,6 +68,8 @@ class Scheduler:
         self.max_batch_size = max_batch_size
         self.max_num_batched_tokens = max_num_batched_tokens
         self.num_preemptions = 0
+        self.step_seconds = 0.0
+        """What a step has taken of late; the engine measures it, the deadline policy asks."""
         self._policy = make_policy(policy)
         self._waiting = WaitingQueue(self._policy)
         self._num_held_back = 0
@@ -164,6 +166,8 @@ class Scheduler:
     def schedule(self) -> ScheduleStep | None:
         """Return the next step, or None when nothing can be computed now."""
         draft = _Draft(self.max_num_batched_tokens)
+        if isinstance(self._policy, Deadline):
+            self._set_late_ones_back(self._policy)
         self._make_room_for_urgent()
         before = self.num_preemptions
         self._schedule_running(draft)
@@ -224,6 +228,20 @@ class Scheduler:
         sequence.num_scheduled = start + count
         sequence.num_pending += sample and not sequence.driven
 
+    def _set_late_ones_back(self, policy: Deadline) -> None:
+        now, budget = time.monotonic(), self.max_num_batched_tokens
+        while (first := self._waiting.peek()) is not None and not first.late:
+            if not policy.is_late(first, now, self.step_seconds, budget):
+                return
+            self._waiting.pop()
+            first.late = True
+            self._waiting.push(first)
+
+    def _has_place_for_late(self) -> bool:
+        """Late sequences fill a quarter of the batch, lest they slow those that are not."""
+        late = sum(sequence.late for sequence in self._running)
+        return late < max(1, self.max_batch_size // 4)
+
     def _make_room_for_urgent(self) -> None:
         urgent = self._waiting.peek()
         while urgent is not None and self._running:
@@ -240,7 +258,7 @@ class Scheduler:
         set_aside: list[SequenceState] = []
         while draft.budget > 0 and self._free_slots and len(set_aside) < self.max_batch_size:
             sequence = self._waiting.peek()
-            if sequence is None:
+            if sequence is None or (sequence.late and not self._has_place_for_late()):
                 break
             prefix, published = self._starting_pages(sequence)
             if published and self._is_being_computed(sequence, len(prefix)):

@@ -56,6 +56,9 @@ class SequenceState:
     num_cached_tokens: int = 0
     """Prompt tokens that the first admission found in the cache."""
     num_preemptions: int = 0
+    late: bool = False
+    """Under the ``deadline`` policy: its target can no longer be met. Changes only in the
+    waiting queue's hands."""
     first_scheduled_time: float | None = None
     """Seconds of ``time.monotonic()``."""
 
