@@ -27,7 +27,7 @@ class AttentionMetadata:
     context_lens: torch.Tensor
     """int32 [S]: tokens of sequence i in the cache once this step's have been written."""
     page_table: torch.Tensor
-    """int32 [S, P]: page ids in order; entries past ``ceil(context_len / page_size)`` are unread."""
+    """int32 [S, P]: page ids in order; those past ``ceil(context_len / page_size)`` are unread."""
     slot_mapping: torch.Tensor
     """int64 [T]: ``page_id * page_size + offset`` at which each row's key and value are written."""
     max_query_len: int

@@ -217,3 +217,33 @@ def test_code_that_comes_with_a_model_runs_only_when_allowed(tmp_path, seed, mon
     assert (logits_of(loaded, TOKENS) + reference_logits(model)).abs().max() < 1e-3
     with pytest.raises(UnsupportedModelError, match="no native decoder"):
         load_model(str(folder), trust_remote_code=True, model_impl="native")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"hidden_act": "relu2"}, "activation 'relu2'"),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 1e4,
+                    "partial_rotary_factor": 0.5,
+                }
+            },
+            "partial_rotary_factor is 0.5",
+        ),
+    ],
+)
+def test_features_without_a_native_decoder_run_in_the_generic_tier(
+    tmp_path, seed, caplog, changes, reason
+):
+    caplog.set_level("INFO")
+    model = build("llama", seed, **changes)
+    model.save_pretrained(tmp_path)
+    loaded = load_model(str(tmp_path))
+    assert loaded.tier == "generic"
+    assert reason in caplog.text
+    assert (logits_of(loaded, TOKENS) - reference_logits(model)).abs().max() < 1e-3
+    with pytest.raises(UnsupportedModelError, match=reason):
+        load_model(str(tmp_path), model_impl="native")
