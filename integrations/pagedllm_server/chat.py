@@ -41,9 +41,17 @@ if TYPE_CHECKING:
     from pagedllm_server.service import Run
 
 
-RESERVED = frozenset(
-    ("chat_template", "conversation", "messages", "parallel_tool_calls", "return_dict")
-    + ("return_tensors", "sampling_params", "tokenize", "tool_choice", "tools")
+RESERVED = (
+    "chat_template",
+    "conversation",
+    "messages",
+    "parallel_tool_calls",
+    "return_dict",
+    "return_tensors",
+    "sampling_params",
+    "tokenize",
+    "tool_choice",
+    "tools",
 )
 """Names that ``chat_template_kwargs`` must not set: they are not the template's."""
 

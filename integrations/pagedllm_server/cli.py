@@ -71,8 +71,9 @@ def _start(
 
     logs.configure(options.log_level, as_json=options.json_logs)
     for note in notes:
-        print(f"pagedllm serve: {note}", file=sys.stderr)
-    disable_created_metrics()  # a line more for each, that no dashboard reads
+        sys.stderr.write(f"pagedllm serve: {note}\n")
+    # A line more for each, that no dashboard reads.
+    disable_created_metrics()  # type: ignore[no-untyped-call]
     names = options.served_model_name
     metrics = Metrics(names[0] if names else config.model)
     service = Service(config, options, metrics)
@@ -248,7 +249,8 @@ async def _run(
         loop.add_signal_handler(number, stop)
 
     def ready() -> None:
-        print(_banner(service, options, listener), flush=True)
+        sys.stdout.write(f"{_banner(service, options, listener)}\n")
+        sys.stdout.flush()
 
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     loading = asyncio.create_task(service.load(ready, told.set))

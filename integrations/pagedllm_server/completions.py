@@ -238,13 +238,13 @@ async def _merged(runs: Sequence[Run]) -> AsyncIterator[tuple[int, RequestOutput
     try:
         running = len(tasks)
         while running:
-            number, output = await waiting.get()
-            if isinstance(output, BaseException):
-                raise output
-            if output is None:
+            number, found = await waiting.get()
+            if isinstance(found, BaseException):
+                raise found
+            if found is None:
                 running -= 1
             else:
-                yield number, output
+                yield number, found
     finally:
         for task in tasks:
             task.cancel()

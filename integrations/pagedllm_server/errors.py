@@ -114,7 +114,7 @@ def from_engine(error: Exception, names: Mapping[str, str] | None = None) -> Api
     text = " ".join(str(error).split())
     if isinstance(error, ValidationError):
         param = error.parameter
-        if names and param in names:
+        if names and param is not None and param in names:
             if "_" in param:  # the others are ordinary words, too
                 text = text.replace(param, names[param])
             param = names[param]

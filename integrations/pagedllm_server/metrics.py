@@ -84,7 +84,7 @@ class Metrics:
         both("generated", "request_generation_tokens", "generated_tokens", "Tokens given", TOKENS)
         both("prompt", "request_prompt_tokens", "input_length", "Tokens of the prompt", TOKENS)
         both("max_new", None, "max_new_tokens", "Tokens asked for", TOKENS)
-        registry.register(_EngineCollector(self))  # type: ignore[arg-type]  # duck-typed
+        registry.register(_EngineCollector(self))
 
     def observe(self, name: str, value: float | None) -> None:
         """Add to the histograms of one quantity, under all of its names."""

@@ -250,11 +250,10 @@ def server_options(
 
 
 def _renamed(file: Mapping[str, Any]) -> dict[str, Any]:
-    names = {
-        alias: name
-        for name, field in ServerOptions.model_fields.items()
-        for alias in field.json_schema_extra["aliases"]  # type: ignore[index,call-overload]
-    }
+    names: dict[str, str] = {}
+    for name, field in ServerOptions.model_fields.items():
+        extra: Any = field.json_schema_extra
+        names |= dict.fromkeys(extra["aliases"], name)
     return {names.get(key, key): value for key, value in file.items()}
 
 

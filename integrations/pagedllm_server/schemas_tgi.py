@@ -61,7 +61,7 @@ class GenerateRequest(Strict):
     inputs: str
     # Without parameters TGI samples; with an empty object it takes the likeliest tokens.
     parameters: GenerateParameters | None = Field(
-        default_factory=lambda: GenerateParameters(do_sample=True)
+        default_factory=lambda: GenerateParameters.model_validate({"do_sample": True})
     )
 
 

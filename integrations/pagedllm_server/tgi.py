@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.responses import JSONResponse, Response
 
 from pagedllm import PagedLLMError, SamplingParams
+from pagedllm.structured import StructuredOutput
 from pagedllm_server.errors import ApiError, from_engine, invalid, unsupported
 from pagedllm_server.service import Limits
 from pagedllm_server.sse import EventStream, event, while_client_waits
@@ -193,20 +194,20 @@ def sampling_params(server: Server, given: GenerateParameters, *, stream: bool) 
     return params
 
 
-def grammar(spec: GrammarSpec | None) -> dict[str, Any] | None:
+def grammar(spec: GrammarSpec | None) -> StructuredOutput | None:
     """TGI's grammar as the engine's ``structured_output``."""
     if spec is None:
         return None
     if spec.type == "json_object" and spec.value is None:
-        return {"json_object": True}
+        return StructuredOutput(json_object=True)
     if spec.value is None:
         raise invalid(f"grammar.value is missing; it is what the {spec.type} must match", "grammar")
     if spec.type == "regex":
-        return {"regex": spec.value}
+        return StructuredOutput(regex=spec.value)
     value = spec.value
     if spec.type == "json_schema" and isinstance(value, dict) and "schema" in value:
         value = value["schema"]  # {"name": ..., "schema": ...}
-    return {"json_schema": value}
+    return StructuredOutput(json_schema=value)
 
 
 def finish_reason(answer: CompletionOutput) -> str:

@@ -159,11 +159,9 @@ def test_hub_learns_of_a_server_that_is_full(tiny_with_text):
         next(stream)
         with pytest.raises(OverloadedError, match="max_concurrent_requests"):
             hub.text_generation("A")
+        impatient = openai.OpenAI(base_url=f"{busy.url}/v1", api_key="x", max_retries=0)
         with pytest.raises(openai.RateLimitError) as refused:
-            openai.OpenAI(base_url=f"{busy.url}/v1", api_key="x", max_retries=0).models.list()
-            openai.OpenAI(base_url=f"{busy.url}/v1", api_key="x", max_retries=0).completions.create(
-                model="x", prompt="A"
-            )
+            impatient.completions.create(model="x", prompt="A")
         assert int(refused.value.response.headers["retry-after"]) >= 1
         del stream
         wait_until(busy.is_idle)
@@ -308,8 +306,8 @@ def test_langchain_huggingface(server):
 def test_curl_sees_each_event_when_it_comes(server):
     body = {"inputs": "Once upon", "parameters": {"max_new_tokens": 60}}
     curl = subprocess.Popen(
-        ["curl", "-sN", f"{server.url}/generate_stream", "-H", "content-type: application/json"]
-        + ["-d", json.dumps(body)],
+        ["curl", "-sN", f"{server.url}/generate_stream"]  # noqa: RUF005 - in two lines
+        + ["-H", "content-type: application/json", "-d", json.dumps(body)],
         stdout=subprocess.PIPE,
         text=True,
     )

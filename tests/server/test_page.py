@@ -11,6 +11,7 @@ import pytest
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
+
 from server_process import serving, wait_until
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

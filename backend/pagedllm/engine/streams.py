@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from pagedllm.engine.loop import EngineLoop
+    from pagedllm.engine.remote import RemoteLoop
     from pagedllm.engine.requests import RequestState
     from pagedllm.outputs import RequestOutput
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 class _Stream:
     """What both iterators share."""
 
-    def __init__(self, loop: EngineLoop, submit: Submit, listener: Listener) -> None:
+    def __init__(self, loop: EngineLoop | RemoteLoop, submit: Submit, listener: Listener) -> None:
         self._loop = loop
         # Bound to the facade: an engine lives as long as somebody reads from it.
         self._submit = submit
@@ -64,7 +65,7 @@ class _Stream:
 class OutputStream(_Stream):
     """Iterates over snapshots of one request's output."""
 
-    def __init__(self, loop: EngineLoop, submit: Submit) -> None:
+    def __init__(self, loop: EngineLoop | RemoteLoop, submit: Submit) -> None:
         changed = threading.Event()
         super().__init__(loop, submit, lambda _: changed.set())
         self._changed = changed
@@ -99,7 +100,7 @@ class OutputStream(_Stream):
 class AsyncOutputStream(_Stream):
     """Iterates over snapshots of one request's output, in the running event loop."""
 
-    def __init__(self, loop: EngineLoop, submit: Submit) -> None:
+    def __init__(self, loop: EngineLoop | RemoteLoop, submit: Submit) -> None:
         events = asyncio.get_running_loop()
         changed = asyncio.Event()
         pending = threading.Event()

@@ -1,0 +1,330 @@
+"""The process: starting, stopping, dying engines, metrics, and what it is told by flags."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import psutil
+import pytest
+
+from pagedllm import ConfigError
+from pagedllm_server.cli import parse
+from server_process import ServerProcess, events, serving, wait_until
+
+LONG = {"inputs": "A", "parameters": {"max_new_tokens": 450}}
+
+
+METRICS = """
+tgi_request_count tgi_request_success tgi_request_failure
+tgi_request_duration_count tgi_request_validation_duration_count
+tgi_request_queue_duration_count tgi_request_inference_duration_count
+tgi_request_mean_time_per_token_duration_count tgi_request_generated_tokens_count
+tgi_request_input_length_count tgi_request_max_new_tokens_count
+tgi_queue_size tgi_batch_current_size tgi_batch_current_max_tokens tgi_batch_next_size_count
+tgi_batch_inference_count tgi_batch_inference_success tgi_batch_inference_duration_count
+tgi_batch_forward_duration_count tgi_batch_decode_duration_count
+vllm:num_requests_running vllm:num_requests_waiting vllm:kv_cache_usage_perc
+vllm:prefix_cache_queries_total vllm:prefix_cache_hits_total vllm:prompt_tokens_total
+vllm:generation_tokens_total vllm:request_success_total vllm:time_to_first_token_seconds_count
+vllm:inter_token_latency_seconds_count vllm:e2e_request_latency_seconds_count
+vllm:request_queue_time_seconds_count vllm:request_prefill_time_seconds_count
+vllm:request_decode_time_seconds_count
+pagedllm_pages pagedllm_internal_fragmentation_percent pagedllm_prefix_hit_tokens_total
+pagedllm_preemptions_total pagedllm_step_seconds_count pagedllm_batch_size_count
+"""
+FROM_TGI = """
+--model-id m --num-shard 1 --max-total-tokens 100 --hostname ::1 --json-output
+--max-batch-prefill-tokens 512 --cuda-memory-fraction 0.5 --api-key a,b
+--graceful-termination-timeout 5
+"""
+FROM_VLLM = """
+m --max-num-batched-tokens 512 --max-batch-size 3 --force-max-tokens 9 --batch-timeout-ms 2.5
+--disable-log-stats --port 1
+"""
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+# -- life -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def watched(tiny_with_text):
+    """A server whose start was watched, with its engine in another process."""
+    port = free_port()
+    running = ServerProcess(
+        tiny_with_text, "--port", port, "--threads", "1", "--engine", "process",
+        "--served-model-name", "tiny", wait=False,
+    )  # fmt: skip
+    seen = []
+
+    def health():
+        try:
+            seen.append(httpx.get(f"http://127.0.0.1:{port}/health", timeout=5))
+        except httpx.TransportError:
+            return False
+        return seen[-1].status_code == 200
+
+    try:
+        wait_until(health, 120)
+        running.ready.wait(60)
+        running.seen = seen
+        yield running
+    finally:
+        status = running.stop()
+    assert status == 0, running.output
+
+
+def test_it_listens_before_the_model_is_ready_and_then_says_where_it_is(watched):
+    first = watched.seen[0]
+    assert first.status_code == 503
+    assert first.json() == {"error": "the model is loading", "error_type": "healthcheck"}
+    assert int(first.headers["retry-after"]) > 0
+    [line] = watched.lines
+    assert line.startswith(f"pagedllm serves tiny at {watched.url} on cpu in float32: ")
+    assert re.search(r"MiB of weights and .* of cache, which holds [\d,]+ tokens$", line.strip())
+
+
+def test_a_second_server_on_the_port_is_one_clear_line(watched, tiny_with_text):
+    port = watched.url.rpartition(":")[2]
+    begin = time.monotonic()
+    second = subprocess.run(
+        [sys.executable, "-m", "pagedllm.cli.main", "serve", str(tiny_with_text), "--port", port],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert second.returncode == 2
+    assert second.stderr == (
+        f"pagedllm: error: cannot listen on 127.0.0.1:{port}: address already in use; give "
+        "another --port or --host\n"
+    )
+    assert time.monotonic() - begin < 20
+
+
+def test_names_that_are_served(watched):
+    with httpx.Client(base_url=watched.url, timeout=60) as http:
+        assert [m["id"] for m in http.get("/v1/models").json()["data"]] == ["tiny"]
+        for name, status in (("tiny", 200), ("dummy", 200), ("tgi", 200), ("gpt-9", 404)):
+            body = {"model": name, "prompt": "A", "max_tokens": 1}
+            assert http.post("/v1/completions", json=body).status_code == status
+
+
+def test_an_engine_that_dies_is_noticed_and_replaced(watched):
+    [engine] = psutil.Process(watched.process.pid).children()
+    with httpx.Client(base_url=watched.url, timeout=60) as http:
+        with http.stream("POST", "/generate_stream", json=LONG) as response:
+            lines = response.iter_lines()
+            next(lines)
+            os.kill(engine.pid, signal.SIGKILL)
+            begin = time.monotonic()
+            last = [line for line in lines if line][-1]
+        assert time.monotonic() - begin < 1.0
+        error = json.loads(last.removeprefix("data: "))
+        assert error["error_type"] == "generation"
+        assert "SIGKILL" in error["error"]
+        wait_until(lambda: http.get("/health").status_code == 503, 2.0)
+        refused = http.post("/generate", json=LONG)
+        assert refused.status_code == 503
+        assert "restarted" in refused.json()["error"]
+        assert "restarted" in http.get("/stats").json()["problem"]
+        wait_until(lambda: http.get("/health").status_code == 200, 90)
+        body = {"inputs": "A", "parameters": {"max_new_tokens": 3}}
+        assert http.post("/generate", json=body).status_code == 200
+        assert http.get("/stats").json()["restarts"] == 1
+        assert "pagedllm_engine_restarts_total 1.0" in http.get("/metrics").text
+
+
+def test_metrics_have_the_names_of_every_dashboard(watched):
+    with httpx.Client(base_url=watched.url, timeout=60) as http:
+        http.post("/generate", json={"inputs": "A b c", "parameters": {"max_new_tokens": 5}})
+        text = http.get("/metrics").text
+    samples = dict(
+        line.rsplit(" ", 1) for line in text.splitlines() if line and not line.startswith("#")
+    )
+    names = {name.partition("{")[0] for name in samples}
+    wanted = set(METRICS.split())
+    assert wanted - names == set()
+    assert float(samples["tgi_request_success"]) >= 1
+    generated = float(samples['vllm:generation_tokens_total{model_name="tiny"}'])
+    assert generated >= 5
+    states = {s: float(samples[f'pagedllm_pages{{state="{s}"}}']) for s in ("used", "cached")}
+    assert states["used"] == 0
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are(watched):
+    from pathlib import Path
+
+    board = json.loads((Path(__file__).parents[2] / "docs" / "grafana.json").read_text())
+    text = httpx.get(f"{watched.url}/metrics").text
+    for panel in board["panels"]:
+        for target in panel.get("targets", ()):
+            for name in re.findall(r"(?:vllm:|tgi_|pagedllm_)\w+", target["expr"]):
+                assert name in text, name
+
+
+def test_what_runs_is_finished_when_the_server_is_told_to_stop(tiny_with_text):
+    running = ServerProcess(tiny_with_text, "--port", "0", "--threads", "1")
+    found = {}
+
+    def ask():
+        with httpx.stream("POST", f"{running.url}/generate_stream", json=LONG, timeout=60) as r:
+            found["events"] = events(r)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    wait_until(lambda: running.stats()["running"] == 1)
+    assert running.stop() == 0
+    thread.join()
+    assert found["events"][-1]["details"]["generated_tokens"] == 450
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{running.url}/health")
+
+
+def test_what_does_not_finish_in_time_gets_an_error(tiny_with_text):
+    running = ServerProcess(
+        tiny_with_text, "--port", "0", "--threads", "1", "--graceful-timeout", "0.3"
+    )
+    with httpx.stream("POST", f"{running.url}/generate_stream", json=LONG, timeout=60) as r:
+        lines = r.iter_lines()
+        next(lines)
+        begin = time.monotonic()
+        running.process.send_signal(signal.SIGTERM)
+        last = [line for line in lines if line][-1]
+    assert json.loads(last.removeprefix("data: "))["error_type"] == "healthcheck"
+    assert running.stop() == 0
+    assert time.monotonic() - begin < 15
+
+
+def test_a_model_that_is_not_there_is_one_line(tmp_path):
+    missing = ServerProcess(tmp_path / "nothing", "--port", "0", wait=False)
+    assert missing.process.wait(60) == 2
+    missing.stop()
+    [line] = [each for each in missing.errors if each.startswith("pagedllm: error")]
+    assert "nothing" in line
+    assert "Traceback" not in missing.output
+
+
+# -- flags ----------------------------------------------------------------------------
+
+
+def test_flags_of_seeds_vllm_and_tgi_mean_the_same():
+    config, options, notes = parse(FROM_TGI.split(), {})
+    assert (config.model, config.max_model_len, config.max_num_batched_tokens) == ("m", 100, 512)
+    assert config.gpu_memory_utilization == 0.5
+    assert (options.host, options.graceful_timeout, options.json_logs) == ("::1", 5.0, True)
+    assert options.keys() == ("a", "b")
+    assert notes == []
+    config, options, _ = parse(FROM_VLLM.split(), {})
+    assert (config.max_batch_size, config.force_max_tokens) == (3, 9)
+    assert (config.batch_timeout_ms, config.disable_log_stats) == (2.5, True)
+    assert options.host == "127.0.0.1"
+
+
+def test_environment_below_file_below_flags(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("model: {model: file, max_model_len: 20}\nserver: {port: 20, max_best_of: 5}\n")
+    environment = {"MODEL_ID": "env", "MAX_TOTAL_TOKENS": "10", "PORT": "10", "MAX_BEST_OF": "3"}
+    environment |= {"PAGEDLLM_API_KEY": "secret", "MAX_WAITING_TOKENS": "20", "HOSTNAME": "box"}
+    config, options, notes = parse([], environment)
+    assert (config.model, config.max_model_len) == ("env", 10)
+    assert (options.port, options.max_best_of, options.host) == (10, 3, "127.0.0.1")
+    assert options.keys() == ("secret",)
+    assert "secret" not in repr(options)
+    assert notes == ["the environment variable MAX_WAITING_TOKENS has no meaning here"]
+    config, options, _ = parse(["--config", str(file)], environment)
+    assert (config.model, config.max_model_len, options.port) == ("file", 20, 20)
+    config, options, _ = parse(["x", "--config", str(file), "--port", "30"], environment)
+    assert (config.model, config.max_model_len, options.port) == ("x", 20, 30)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--prot", "1"], "unknown flag '--prot'; did you mean '--port'?"),
+        (["--port", "x"], "port: "),
+        (["--port", "70000"], "port: "),
+        (["m", "n"], "unexpected argument 'n'"),
+        (["m", "--model", "n"], "the model is given twice"),
+        (["--max-waiting-tokens", "2"], "--max-waiting-tokens has no meaning here"),
+        (["--lora-adapters", "a"], "adapters are not supported"),
+        (["--ssl-certfile", "a"], "ssl_certfile and ssl_keyfile belong together"),
+        (["--api-key", " "], "api_key is empty"),
+        (["--quantize", "bitsandbytes"], "quantization"),
+        (["--max-total-tokens", "many"], "max_model_len"),
+        (["--scheduling-policy", "lottery"], "scheduling_policy"),
+    ],
+)
+def test_wrong_flags_are_named(flags, said):
+    with pytest.raises(ConfigError) as wrong:
+        parse(flags, {})
+    assert said in str(wrong.value)
+    assert "\n" not in str(wrong.value)
+
+
+def test_wrong_files_are_named(tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("\n \n")
+    with pytest.raises(ConfigError, match="no key in"):
+        parse(["--api-key-file", str(keys)], {})[1].keys()
+    keys.write_text("one\ntwo\n")
+    assert parse(["--api-key-file", str(keys)], {})[1].keys() == ("one", "two")
+    file = tmp_path / "config.yaml"
+    file.write_text("server: {prot: 1}\n")
+    with pytest.raises(ConfigError, match="did you mean 'port'"):
+        parse(["--config", str(file)], {})
+
+
+def test_help_is_grouped():
+    run = subprocess.run(
+        [sys.executable, "-m", "pagedllm.cli.main", "serve", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for title in ("address and transport:", "access:", "limits:", "logging:", "model settings:"):
+        assert title in run.stdout
+
+
+# -- what everything answers ----------------------------------------------------------
+
+
+def test_no_request_that_the_openapi_allows_is_a_server_error(tiny_with_text):
+    """schemathesis makes requests up from the server's own description of itself."""
+    import schemathesis
+    from hypothesis import HealthCheck, Phase, settings
+
+    with serving(tiny_with_text, "--timeout", "2", "--log-level", "critical") as running:
+        schema = schemathesis.openapi.from_url(f"{running.url}/openapi.json")
+        wrong = []
+        for result in schema.get_all_operations():
+            operation = result.ok()
+
+            @settings(
+                max_examples=15, deadline=None, database=None, phases=[Phase.generate],
+                suppress_health_check=list(HealthCheck),
+            )  # fmt: skip
+            def ask(case):
+                answer = case.call(timeout=30)
+                if answer.status_code >= 500:
+                    wrong.append((case.method, case.path, case.body, answer.text))
+
+            operation.as_strategy().example  # noqa: B018 - builds it once, to fail early
+            from hypothesis import given
+
+            given(case=operation.as_strategy())(ask)()
+        assert wrong == []
