@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pagedllm.hookspecs import ModelName, ResolvedModel, hookimpl
     from pagedllm.llm import LLM, AsyncLLM
     from pagedllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-    from pagedllm.plugins import list_plugins, resolve_model
+    from pagedllm.plugins import list_plugins, plugin_registry, resolve_model
     from pagedllm.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
@@ -56,6 +56,7 @@ __all__ = [
     "__version__",
     "hookimpl",
     "list_plugins",
+    "plugin_registry",
     "resolve_model",
 ]
 
@@ -75,7 +76,7 @@ _MODULES = {
     "hookspecs": ("ModelName", "ResolvedModel", "hookimpl"),
     "llm": ("LLM", "AsyncLLM"),
     "outputs": ("CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"),
-    "plugins": ("list_plugins", "resolve_model"),
+    "plugins": ("list_plugins", "plugin_registry", "resolve_model"),
     "sampling_params": ("SamplingParams",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}

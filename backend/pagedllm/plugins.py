@@ -317,9 +317,28 @@ def get_manager(allow: Sequence[str] | None = None, block: Sequence[str] = ()) -
     return _manager(None if allow is None else tuple(sorted(allow)), tuple(sorted(block)))
 
 
-def list_plugins() -> tuple[PluginRecord, ...]:
-    """Return a record of every installed plugin, sound or not."""
-    return get_manager().list_plugins()
+def list_plugins(config: Config | None = None) -> tuple[PluginRecord, ...]:
+    """Return a record of every installed plugin, sound or not, under a config's rules."""
+    return _manager_for(config).list_plugins()
+
+
+def plugin_registry(hook: str, config: Config | None = None) -> Mapping[str, Registration]:
+    """Return what plugins have registered under a hook, by name.
+
+    Args:
+        hook: one of :data:`REGISTRIES`, such as ``pagedllm_server_routes``.
+        config: whose plugin rules hold; None: the defaults.
+
+    Raises:
+        ConfigError: there is no such registry.
+    """
+    if hook not in REGISTRIES:
+        raise ConfigError(f"{hook!r} is no registry of plugins; there are {', '.join(REGISTRIES)}")
+    return _manager_for(config).registry(hook)
+
+
+def _manager_for(config: Config | None) -> PluginManager:
+    return get_manager(config.plugins_allow, config.plugins_block) if config else get_manager()
 
 
 def resolve_model(
@@ -337,8 +356,7 @@ def resolve_model(
     Raises:
         ModelNotFoundError: nothing has that name, or it cannot be had; says what to do.
     """
-    manager = get_manager(config.plugins_allow, config.plugins_block) if config else get_manager()
-    return manager.resolve_model(name, revision, config)
+    return _manager_for(config).resolve_model(name, revision, config)
 
 
 def check_model_folder(path: Path) -> None:

