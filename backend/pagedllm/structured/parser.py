@@ -101,6 +101,11 @@ class OutputParser:
         """Parse a whole answer at once."""
         return ParsedMessage.of([*self.feed(text), *self.finish()])
 
+    @property
+    def num_calls(self) -> int:
+        """Tool calls so far."""
+        return self._num_calls
+
     def _take(self) -> list[Event]:
         """The events so far, neighbours of one kind joined."""
         found: list[Event] = []
