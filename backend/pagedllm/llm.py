@@ -387,7 +387,10 @@ class LLM(_Client):
 
         Raises:
             ValidationError: they do not fit the model or the cache.
+            ConfigError: the engine is in another process, which logits do not leave.
         """
+        if not isinstance(self._loop, EngineLoop):
+            raise ConfigError("engine: drive() needs the engine in this process", "engine")
         params = SamplingParams(max_tokens=max_tokens)
         requests = [
             dataclasses.replace(self._intake.request(list(prompt), params), driven=True)

@@ -115,7 +115,7 @@ class Accelerated:
         self._own_generate = vars(model).get("generate")
         self._rebound: _Rebound | None = None
         self._twin_class = twin_class(type(model))
-        self._signature = inspect.signature(self._original)
+        self._signature = inspect.signature(_own_generate(model))
         self._changed = threading.Condition()
         self._users = 0
         self._llm: LLM | None = None
@@ -228,7 +228,7 @@ class Accelerated:
         if self._own_generate is not None:
             own: Callable[..., Any] = self._own_generate
             return own
-        return types.MethodType(type(self.model).generate, self.model)
+        return _own_generate(self.model)
 
     def _check_call(self, call: dict[str, Any]) -> None:
         """Refuse what can be seen before transformers prepares the call."""

@@ -51,7 +51,7 @@ def contents_of(model: PreTrainedModel) -> tuple[int, ...]:
     """A checksum of every parameter's and buffer's bytes."""
     import torch
 
-    with torch.no_grad():
+    with torch.inference_mode():
         sums = [_checksum(tensor) for tensor in _tensors(model) if tensor.device.type != "meta"]
         return tuple(torch.stack([s.to(sums[0].device) for s in sums]).tolist()) if sums else ()
 
@@ -62,8 +62,10 @@ def _tensors(model: PreTrainedModel) -> Iterator[torch.Tensor]:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    # A tensor made in inference mode has no counter, and asking for it is an error.
-    return -1 if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:  # made in inference mode: it has no counter
+        return -1
 
 
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:

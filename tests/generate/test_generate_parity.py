@@ -40,7 +40,7 @@ GREEDY: dict[str, dict[str, Any]] = {
     "no_repeat_ngram": {"no_repeat_ngram_size": 2},
     "encoder_no_repeat_ngram": {"encoder_no_repeat_ngram_size": 1},
     "bad_words": {"bad_words_ids": [[i] for i in range(0, 256, 2)] + [[1, 3], [5, 7, 9]]},
-    "sequence_bias": {"sequence_bias": [[[i], 4.0] for i in range(20)] + [[[1, 2], -9.0]]},
+    "sequence_bias": {"sequence_bias": [[[i], 4.0] for i in range(1, 20)] + [[[1, 2], -9.0]]},
     "forced_bos": {"forced_bos_token_id": 77},
     "forced_eos": {"forced_eos_token_id": EOS},
     "forced_eos_list": {"forced_eos_token_id": [EOS, 4]},

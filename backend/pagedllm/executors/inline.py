@@ -6,7 +6,6 @@ results in order, so any depth works, which a device that computes on its own ma
 
 from __future__ import annotations
 
-import gc
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -68,4 +67,3 @@ class InlineExecutor:
             self._worker.close()
             self._worker = None
         self._results.clear()
-        gc.collect()

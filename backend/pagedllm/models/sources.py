@@ -99,6 +99,11 @@ class ModuleSource:
     def read(self, parts: Sequence[str]) -> torch.Tensor:
         """Return tensors one below the other; see :class:`TensorSource`."""
         parameters = [self._parameters[name] for name in parts]
+        # A model that was made in inference mode would break with a view of another kind.
+        with torch.inference_mode(parameters[0].is_inference()):
+            return self._merge(parameters)
+
+    def _merge(self, parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
         if len(parameters) == 1:
             return parameters[0].detach()
         views = [parameter.detach() for parameter in parameters]

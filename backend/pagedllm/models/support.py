@@ -8,6 +8,7 @@ right.
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 from pagedllm.errors import UnsupportedModelError
@@ -24,6 +25,8 @@ _REASONS = {
     "gemma3n_text": "its layers share keys and values",
 }
 """By ``model_type``, where the class itself does not tell."""
+_HARMLESS = frozenset({"padding_idx", "max_seq_len_cached"})
+"""Numbers of a module that change nothing that generation computes."""
 
 
 def check_supported(config: Any, *, trust_remote_code: bool = False) -> str:
@@ -131,3 +134,25 @@ def plain_model(model: PreTrainedModel) -> None:
             raise UnsupportedModelError(f"the forward of its {name or 'model'} was replaced")
         if not type(module).__module__.startswith(("transformers.", "torch.nn.")):
             raise UnsupportedModelError(f"its module {name} is a {type(module).__name__}")
+    _check_as_built(model)
+
+
+def _check_as_built(model: PreTrainedModel) -> None:
+    """Check that a model's modules are those that its class makes of its configuration.
+
+    Raises:
+        UnsupportedModelError: somebody put in another activation, moved a layer or changed
+            an epsilon; the configuration does not tell.
+    """
+    import torch
+
+    with torch.device("meta"):
+        built = dict(type(model)(copy.deepcopy(model.config)).named_modules())
+    for name, module in model.named_modules():
+        usual = built.get(name)
+        if usual is None or type(usual) is not type(module):
+            raise UnsupportedModelError(f"its module {name} was replaced")
+        for key, value in vars(usual).items():
+            plain = type(value) in (int, float) and key not in _HARMLESS
+            if plain and vars(module).get(key, value) != value:
+                raise UnsupportedModelError(f"the {key} of its module {name} was changed")
