@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from paged_driver import Driver
+from pagedllm import LLM, SamplingParams
 from pagedllm.models import load_model
 from tiny_families import FAMILIES, build
 
@@ -99,6 +100,26 @@ def test_greedy_tokens_and_logprobs_are_those_of_transformers(name, tier, attent
         assert sequence.tokens == answer
         got = torch.stack(sequence.logprobs)
         assert (got - wanted).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_engine_keeps_them_under_scarcity(name, oracles):
+    """The same through the whole engine: odd chunks, preemption, a prefix hit, one batch."""
+    oracle = oracles(name)
+    print(f"model seed {oracle.seed}")
+    greedy = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    with LLM(
+        oracle.folder, dtype="float32", skip_tokenizer_init=True, page_size=4, num_pages=52,
+        max_model_len=128, max_num_batched_tokens=11, max_batch_size=5, threads=1,
+    ) as llm:  # fmt: skip
+        outputs = llm.generate(oracle.prompts[:4], greedy)
+        outputs += llm.generate([oracle.prompts[4]], greedy)
+        stats = llm.stats()
+    for output, answer in zip(outputs, oracle.answers, strict=True):
+        assert [*output.prompt_token_ids, *output.outputs[0].token_ids] == answer
+    assert stats.preemptions > 0
+    assert outputs[4].num_cached_tokens >= 16
+    assert stats.cache.pages_used == 0
 
 
 @pytest.mark.parametrize("name", [n for n, f in FAMILIES.items() if f.native])
