@@ -1,12 +1,16 @@
 # Two commands from a fresh clone: `make demo` and `make test`. Both need python3 (3.11 to 3.13)
 # and pip's index, and make their own virtual environment; the second run of either installs
-# nothing. Variables: PYTHON, VENV, TORCH_INDEX (where pip looks for torch), TESTS, PYTEST_ARGS.
+# nothing. Variables: PYTHON, VENV, TORCH_INDEX (where pip looks for torch), TESTS, WORKERS (test
+# processes), PYTEST_ARGS.
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX ?=
 TESTS ?=
 PYTEST_ARGS ?=
+# Tests compute on one thread each, so two processes fill two cores. More of them would each
+# hold models in memory for little gain.
+WORKERS ?= 2
 
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
@@ -61,11 +65,11 @@ install: $(STAMPS)/install
 demo: $(STAMPS)/install
 	@$(BIN)/python examples/demo.py
 
-# Offline: a test that reaches for the network fails instead of depending on it. Coverage is
-# asked for only when the whole suite runs.
+# Offline: a test that reaches for the network fails instead of depending on it. A part of the
+# suite (TESTS=path) runs in one process and without coverage.
 test: $(STAMPS)/test
 	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(PYTEST_ARGS) \
-	  $(if $(TESTS),$(TESTS),--cov --cov-report=term --cov-fail-under=90)
+	  $(if $(TESTS),$(TESTS),-n $(WORKERS) --dist loadfile --cov --cov-report=term --cov-fail-under=90)
 
 # All of them, whatever the first one finds.
 lint: $(STAMPS)/lint
