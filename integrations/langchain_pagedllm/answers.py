@@ -71,7 +71,7 @@ def chat_chunks(
         details = {}
     if not answer.finished:
         if details:
-            yield ChatGenerationChunk(message=AIMessageChunk(""), generation_info=details)
+            yield ChatGenerationChunk(message=AIMessageChunk(content=""), generation_info=details)
         return
     details |= _details(model_id, answer, called=parser.num_calls > 0)
     last = AIMessageChunk(content="", chunk_position="last", usage_metadata=usage_metadata(output))
@@ -95,9 +95,13 @@ def _chunk_of(event: Event) -> AIMessageChunk:
         case ReasoningDelta(text):
             return AIMessageChunk(content="", additional_kwargs={"reasoning_content": text})
         case ToolCallStart(index, call_id, name):
-            return AIMessageChunk("", tool_call_chunks=[_tool_chunk(index, call_id, name, "")])
+            return AIMessageChunk(
+                content="", tool_call_chunks=[_tool_chunk(index, call_id, name, "")]
+            )
         case ToolCallDelta(index, arguments):
-            return AIMessageChunk("", tool_call_chunks=[_tool_chunk(index, None, None, arguments)])
+            return AIMessageChunk(
+                content="", tool_call_chunks=[_tool_chunk(index, None, None, arguments)]
+            )
 
 
 def _tool_chunk(index: int, call_id: str | None, name: str | None, arguments: str) -> ToolCallChunk:

@@ -67,7 +67,10 @@ class PagedModel(Serializable):
     """Run Python code that comes with the model."""
     model_impl: str = "auto"
     """``native``, ``generic``, or whichever fits."""
-    token: SecretStr | None = Field(default_factory=secret_from_env("HF_TOKEN", default=None))
+    token: SecretStr | None = Field(
+        default_factory=secret_from_env("HF_TOKEN", default=None),
+        validation_alias=AliasChoices("token", "api_key"),
+    )
     """For gated repositories; by default the environment's ``HF_TOKEN``."""
     engine_config: dict[str, Any] = Field(default_factory=dict)
     """Any other setting of :class:`pagedllm.Config`, such as ``{"max_batch_size": 32}``."""
@@ -274,8 +277,7 @@ def plain_spec(spec: Any) -> dict[str, Any]:
 
 
 def _check_known(cls: type[PagedModel], name: str) -> None:
-    known = {"model", "stop_sequences", *cls.model_fields}
-    known |= {field.alias for field in cls.model_fields.values() if field.alias}
+    known = {"model", "stop_sequences", "api_key", *cls.model_fields}
     if name not in known:
         raise ValueError(f"{name!r} is no parameter of {cls.__name__}{_nearest(name, known)}")
 

@@ -147,7 +147,8 @@ class ChatPagedLLM(PagedModel, BaseChatModel):
         formatted = [convert_to_openai_tool(tool, strict=strict) for tool in tools]
         if tool_choice is True and len(formatted) == 1:
             tool_choice = formatted[0]["function"]["name"]
-        ToolRequest.of(formatted, tool_choice)  # wrong ones are reported here and now
+        once = {tool["function"]["name"]: tool for tool in formatted}
+        ToolRequest.of(once.values(), tool_choice)  # wrong ones are reported here and now
         options = {"tools": formatted, "tool_choice": tool_choice} | kwargs
         if parallel_tool_calls is not None:
             options["parallel_tool_calls"] = parallel_tool_calls
@@ -210,9 +211,10 @@ class ChatPagedLLM(PagedModel, BaseChatModel):
             if schema is not None:
                 spec = {"json_schema": convert_to_json_schema(schema)}
             llm = self.bind(structured_output=spec, ls_structured_output_format=shown, **kwargs)
-            parser = (
-                PydanticOutputParser(pydantic_object=schema) if is_class else JsonOutputParser()
-            )
+            parser = JsonOutputParser()
+            if is_class:
+                as_class: Any = schema
+                parser = PydanticOutputParser(pydantic_object=as_class)
         if not include_raw:
             return llm | parser
         parsed = RunnablePassthrough.assign(
