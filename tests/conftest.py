@@ -6,11 +6,15 @@ The environment is set here, before any test module imports torch or a Hugging F
 from __future__ import annotations
 
 import os
+import random
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Tiny models lose more to starting threads than they gain from them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# What is drawn while tests are collected must be the same in all processes of a run (the
+# variable is pytest-xdist's name for it), and new in the next one.
+random.seed(os.environ.get("PYTEST_XDIST_TESTRUNUID"))
 
 from typing import TYPE_CHECKING
 

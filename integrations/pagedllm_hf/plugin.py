@@ -31,6 +31,7 @@ def pagedllm_resolve_model(
         token=config.token if config else None,
         cache_dir=config.download_dir if config else None,
         with_code=config.trust_remote_code if config else False,
+        device=config.device if config else "cpu",
     )
 
 

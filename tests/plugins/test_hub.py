@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlparse
@@ -55,11 +56,22 @@ ERRORS = {
 }
 
 
+SIZES = {}
+"""What the Hub says of a file's size, where that is not its length."""
+
+
+def lfs(body):
+    return {"sha256": hashlib.sha256(body).hexdigest(), "size": len(body), "pointerSize": 1} | {
+        "oid": hashlib.sha256(body).hexdigest()
+    }
+
+
 class Hub(BaseHTTPRequestHandler):
     """The four routes that huggingface_hub asks: a model, its tree, a file's head and body."""
 
     def do_GET(self):
         self.server.asked.append(self.path)
+        time.sleep(self.server.delay)
         path = unquote(urlparse(self.path).path)
         api = path.startswith("/api/models/")
         parts = path.removeprefix("/api/models/").strip("/").split("/")
@@ -79,15 +91,44 @@ class Hub(BaseHTTPRequestHandler):
                         "path": name,
                         "size": len(body),
                         "oid": hashlib.sha1(body).hexdigest(),
+                        **({"lfs": lfs(body)} if name.endswith(".safetensors") else {}),
                     }
                     for name, body in files.items()
                 ]
             )
         if api:
-            siblings = [{"rfilename": name} for name in files]
+            siblings = [
+                {
+                    "rfilename": name,
+                    "size": SIZES.get(name, len(body)),
+                    "blobId": hashlib.sha1(body).hexdigest(),
+                    **({"lfs": lfs(body)} if name.endswith(".safetensors") else {}),
+                }
+                for name, body in files.items()
+            ]
             return self.answer_json({"id": repository, "sha": SHA, "siblings": siblings})
         body = files["/".join(rest[2:])]
-        return self.answer(body, {"ETag": f'"{hashlib.sha1(body).hexdigest()}"'})
+        name = rest[-1]
+        tag = (
+            lfs(body)["sha256"] if name.endswith(".safetensors") else hashlib.sha1(body).hexdigest()
+        )
+        if name in self.server.damaged:
+            body = bytes(len(body))
+        return self.answer_file(body, tag)
+
+    def answer_file(self, body, tag):
+        """A file, or the part of it that is asked for; cut short as often as ``cuts`` says."""
+        start = int((self.headers.get("Range") or "bytes=0-").split("=")[1].split("-")[0])
+        part = body[start:]
+        headers = {"ETag": f'"{tag}"', "Accept-Ranges": "bytes"}
+        if start:
+            headers["Content-Range"] = f"bytes {start}-{len(body) - 1}/{len(body)}"
+        if self.command == "GET" and len(part) > 1000 and self.server.cuts > 0:
+            self.server.cuts -= 1
+            self.answer(part, headers, 206 if start else 200, sent=len(part) // 2)
+            self.close_connection = True
+            return
+        self.answer(part, headers, 206 if start else 200)
 
     do_HEAD = do_GET
 
@@ -97,14 +138,14 @@ class Hub(BaseHTTPRequestHandler):
     def refuse(self, status, code):
         self.answer(b"", {"X-Error-Code": code} if code else {}, status)
 
-    def answer(self, body, headers, status=200):
+    def answer(self, body, headers, status=200, sent=None):
         self.send_response(status)
         for name, value in {"X-Repo-Commit": SHA, **headers}.items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(body)
+            self.wfile.write(body[:sent])
 
     def log_message(self, *arguments):
         pass
@@ -114,12 +155,13 @@ class Hub(BaseHTTPRequestHandler):
 def hub(tmp_path):
     """Call ``resolve`` on names in a fresh process, since the Hub's address is read once."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.asked = []
+    server.asked, server.delay, server.damaged, server.cuts = [], 0.0, set(), 0
     thread = threading.Thread(target=server.serve_forever, args=(0.02,))
     thread.start()
 
     class Client:
         asked = server.asked
+        state = server
         cache = tmp_path / "cache"
 
         def resolve(self, *calls, offline=False, **settings):
@@ -132,7 +174,7 @@ def hub(tmp_path):
                     try:
                         model = pagedllm.resolve_model(*call, config=config)
                         print(json.dumps([str(model.path), model.revision, model.name]))
-                    except pagedllm.ModelNotFoundError as error:
+                    except pagedllm.PagedLLMError as error:
                         print(json.dumps(str(error)))
             """
             calls = [[call] if isinstance(call, str) else call for call in calls]
@@ -184,9 +226,59 @@ def test_safetensors_configuration_and_tokenizer_are_all_that_is_downloaded(hub)
     assert "\r" not in hub.stderr  # no progress bars where no terminal is
 
 
-def test_code_comes_only_when_it_is_trusted(hub):
-    [[path, *_]] = hub.resolve(["org/whole", "v1"], trust_remote_code=True)
+def test_code_comes_only_when_it_is_trusted_and_its_commit_is_named(hub):
+    [message] = hub.resolve(["org/whole", "v1"], trust_remote_code=True)
+    assert f"revision='{SHA}'" in message
+    assert "'v1' stands for" in message
+    assert not hub.cache.exists()
+    [[path, *_]] = hub.resolve(["org/whole", SHA], trust_remote_code=True)
     assert "modeling_custom.py" in names_in(path)
+    [[path, *_]] = hub.resolve("org/shards", trust_remote_code=True)  # has no code
+    assert "config.json" in names_in(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "expected"),
+    [
+        ("model.safetensors", 10**14, "100000.0 GB of weights and cpu has"),
+        ("tokenizer.json", 10**15, "takes 1000000.0 GB to download"),
+    ],
+)
+def test_what_cannot_fit_is_refused_before_any_download(hub, monkeypatch, name, size, expected):
+    monkeypatch.setitem(SIZES, name, size)
+    [message] = hub.resolve("org/whole", device="cpu")
+    assert expected in message
+    assert not any("/resolve/" in asked for asked in hub.asked)
+
+
+def test_weights_with_another_hash_are_deleted_and_come_again(hub):
+    hub.state.damaged.add("model.safetensors")
+    [message] = hub.resolve("org/whole")
+    assert "'model.safetensors'" in message
+    assert "SHA-256" in message
+    assert not list(hub.cache.rglob("*.safetensors"))
+    hub.state.damaged.clear()
+    [[path, *_]] = hub.resolve("org/whole")
+    assert (Path(path) / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+
+
+def test_interrupted_download_goes_on_where_it_stopped(hub, monkeypatch):
+    body = bytes(range(256)) * 4000
+    monkeypatch.setitem(FILES, "model.safetensors", body)
+    hub.state.cuts = 2
+    [[path, *_]] = hub.resolve("org/whole")
+    assert hub.state.cuts == 0
+    assert (Path(path) / "model.safetensors").read_bytes() == body
+
+
+def test_slow_hub_is_given_up_for_the_copy_in_the_cache(hub, monkeypatch):
+    monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "1")
+    [[path, *_]] = hub.resolve("org/whole")
+    hub.state.delay = 3
+    started = time.monotonic()
+    assert hub.resolve("org/whole") == [[path, SHA, "org/whole"]]
+    assert time.monotonic() - started < 60
+    assert "cannot be reached" in hub.stderr
 
 
 def test_each_failure_says_what_to_do(hub):
