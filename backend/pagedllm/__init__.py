@@ -13,6 +13,7 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pagedllm.async_llm import AsyncLLM
     from pagedllm.config import Config
     from pagedllm.errors import (
         ConfigError,
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
         ValidationError,
     )
     from pagedllm.hookspecs import ModelName, ResolvedModel, hookimpl
-    from pagedllm.llm import LLM, AsyncLLM
+    from pagedllm.llm import LLM
     from pagedllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
     from pagedllm.plugins import list_plugins, plugin_registry, resolve_model
     from pagedllm.sampling_params import SamplingParams
@@ -61,6 +62,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "async_llm": ("AsyncLLM",),
     "config": ("Config",),
     "errors": (
         "ConfigError",
@@ -74,7 +76,7 @@ _MODULES = {
         "ValidationError",
     ),
     "hookspecs": ("ModelName", "ResolvedModel", "hookimpl"),
-    "llm": ("LLM", "AsyncLLM"),
+    "llm": ("LLM",),
     "outputs": ("CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"),
     "plugins": ("list_plugins", "plugin_registry", "resolve_model"),
     "sampling_params": ("SamplingParams",),

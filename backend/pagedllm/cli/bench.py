@@ -34,7 +34,8 @@ from pagedllm.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pagedllm.llm import LLM, AsyncLLM
+    from pagedllm.async_llm import AsyncLLM
+    from pagedllm.llm import LLM
     from pagedllm.outputs import RequestOutput
 
 WARM_UP_TOKENS = 16

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
+from collections import deque
 from typing import TYPE_CHECKING
 
 from pagedllm.engine.requests import Cursor
@@ -97,29 +99,60 @@ class OutputStream(_Stream):
         self.close()
 
 
+class Waker:
+    """Wakes the streams of one event loop, those of a step together.
+
+    Calling into another thread's event loop costs more than all else that a token's way to
+    its reader does in the engine's thread, so it is done once for all who are due.
+    """
+
+    def __init__(self, events: asyncio.AbstractEventLoop) -> None:
+        # Weakly: whoever keeps this by event loop must not keep the loop alive through it.
+        self._events = weakref.ref(events)
+        self._due: deque[_Signal] = deque()
+        self._called = False
+
+    def wake(self, signal: _Signal) -> None:
+        """Set a signal soon; any thread may call it."""
+        if signal.pending:
+            return  # one at a time: a loop that is slow to run is not flooded with them
+        signal.pending = True
+        self._due.append(signal)
+        if not self._called:
+            self._called = True
+            events = self._events()
+            try:
+                if events is not None:
+                    events.call_soon_threadsafe(self._run)
+            except RuntimeError:  # the event loop is closed, and nobody reads any more
+                self._called = False
+
+    def _run(self) -> None:
+        # First this, then the queue: what is put in after it is empty calls again.
+        self._called = False
+        while self._due:
+            signal = self._due.popleft()
+            signal.pending = False
+            signal.changed.set()
+
+
+class _Signal:
+    """Whether there is something new for one stream."""
+
+    __slots__ = ("changed", "pending")
+
+    def __init__(self) -> None:
+        self.changed = asyncio.Event()
+        self.pending = False
+
+
 class AsyncOutputStream(_Stream):
     """Iterates over snapshots of one request's output, in the running event loop."""
 
-    def __init__(self, loop: EngineLoop | RemoteLoop, submit: Submit) -> None:
-        events = asyncio.get_running_loop()
-        changed = asyncio.Event()
-        pending = threading.Event()
-
-        def wake() -> None:
-            pending.clear()
-            changed.set()
-
-        def listener(_: RequestState) -> None:
-            # One wake-up at a time: a loop that is slow to run is not flooded with them.
-            if not pending.is_set():
-                pending.set()
-                try:
-                    events.call_soon_threadsafe(wake)
-                except RuntimeError:  # the event loop is closed, and nobody reads any more
-                    pending.clear()
-
-        super().__init__(loop, submit, listener)
-        self._changed = changed
+    def __init__(self, loop: EngineLoop | RemoteLoop, submit: Submit, waker: Waker) -> None:
+        signal = _Signal()
+        super().__init__(loop, submit, lambda _: waker.wake(signal))
+        self._changed = signal.changed
 
     def __aiter__(self) -> Self:
         return self

@@ -1,0 +1,324 @@
+"""What the two facades share: an engine, its tokenizer, and the checks before a request.
+
+Owner: :mod:`pagedllm.llm` and :mod:`pagedllm.async_llm`. Invariants: the engine lives in a
+thread (or process) that holds no reference to its client, so dropping the last reference to
+a client closes its engine; so do ``close()`` and the interpreter's exit.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pagedllm.config import Config
+from pagedllm.engine.driven import Room
+from pagedllm.engine.engine import Engine
+from pagedllm.engine.intake import Intake
+from pagedllm.engine.loop import EngineLoop
+from pagedllm.engine.remote import RemoteLoop
+from pagedllm.engine.requests import RequestState
+from pagedllm.engine.text import TokenDecoder, load_tokenizer
+from pagedllm.errors import ConfigError
+from pagedllm.sampling_params import SamplingParams
+from pagedllm.structured.chat import ChatFormat, PreparedChat, ToolRequest
+
+if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop
+    from collections.abc import Callable
+    from typing import Self
+
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from pagedllm.engine.streams import Waker
+    from pagedllm.executors.base import Executor
+    from pagedllm.metrics import EngineStats
+    from pagedllm.models.base import PagedModel
+    from pagedllm.types import ModelInfo, Request
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class Client:
+    """What :class:`LLM` and :class:`AsyncLLM` share: an engine, its tokenizer, its intake."""
+
+    def __init__(self, model: str | Config | None = None, **settings: Any) -> None:
+        """Load a model and start its engine.
+
+        Args:
+            model: a name, a folder, or a whole :class:`Config`.
+            settings: fields of :class:`Config`, which win over those of a given one.
+
+        Raises:
+            ConfigError: a setting is unknown, wrong, or cannot be had here.
+            ModelNotFoundError: there is no such model.
+            UnsupportedModelError: it cannot be run correctly.
+        """
+        config = _config(model, settings)
+        from pagedllm.plugins import get_manager
+
+        manager = get_manager(config.plugins_allow, config.plugins_block)
+        resolved = manager.resolve_model(config.model, config.revision, config=config)
+        path = str(resolved.path)
+        loop: EngineLoop | RemoteLoop
+        if config.engine == "process":
+            loop = RemoteLoop(config, partial(_make_there, path=path))
+        else:
+            loop = EngineLoop(config, _make_executor(config, partial(_load_model, config, path)))
+        try:
+            self._start(config, loop, _tokenizer(config, path))
+        except BaseException:
+            loop.close()
+            raise
+
+    @classmethod
+    def from_model(
+        cls,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        **settings: Any,
+    ) -> Self:
+        """Serve a transformers model that is loaded already; its weights are shared.
+
+        Args:
+            model: a decoder-only model; its dtype and device are used.
+            tokenizer: without one, token ids go in and out.
+            settings: fields of :class:`Config`; ``model``, ``dtype`` and ``device`` are the
+                model's own.
+
+        Raises:
+            ConfigError, UnsupportedModelError: as the constructor does.
+        """
+        for name in ("model", "dtype", "device", "tokenizer", "revision"):
+            if name in settings:
+                raise ConfigError(f"{name}: the given model decides it; leave it out", name)
+        config = Config(
+            model=model.config.name_or_path or type(model).__name__,
+            dtype=str(model.dtype).removeprefix("torch."),
+            device=str(model.device),
+            skip_tokenizer_init=tokenizer is None,
+            **settings,
+        ).resolve()
+        if config.engine == "process":
+            raise ConfigError(
+                "engine: a model that is loaded already stays in its process", "engine"
+            )
+        self = cls.__new__(cls)
+        executor = _make_executor(config, partial(_wrap, config, model))
+        self._start(config, EngineLoop(config, executor), tokenizer)
+        _return_heap()  # the native tier merged projections and freed the separate ones
+        return self
+
+    def _start(
+        self,
+        config: Config,
+        loop: EngineLoop | RemoteLoop,
+        tokenizer: PreTrainedTokenizerBase | None,
+    ) -> None:
+        self.config = config
+        self._loop = loop
+        self._tokenizer = tokenizer
+        self._decoder = None if tokenizer is None else TokenDecoder(tokenizer)
+        self._intake = Intake(config, self._loop.info, tokenizer)
+        self._chat_formats: dict[str | None, ChatFormat] = {}
+        self._room = Room(config.max_batch_size, self._loop.info.num_pages, config.page_size)
+        self._wakers: weakref.WeakKeyDictionary[AbstractEventLoop, Waker] = (
+            weakref.WeakKeyDictionary()
+        )
+        # Runs when the last reference goes, and at exit.
+        self._finalizer = weakref.finalize(self, loop.close)
+
+    @property
+    def model_info(self) -> ModelInfo:
+        """Sizes and names of the loaded model and its cache."""
+        return self._loop.info
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer. Raises ConfigError with ``skip_tokenizer_init``."""
+        if self._tokenizer is None:
+            raise ConfigError(
+                "the engine has no tokenizer; start it without skip_tokenizer_init",
+                "skip_tokenizer_init",
+            )
+        return self._tokenizer
+
+    def tokenize(self, text: str) -> list[int]:
+        """Return a prompt's token ids, special tokens included; any thread may call it.
+
+        Raises:
+            ValidationError: it is empty or no valid Unicode, or there is no tokenizer.
+        """
+        return self._intake.tokenize(text)
+
+    def apply_chat_template(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        **template_options: Any,
+    ) -> list[int]:
+        """Return the token ids that :meth:`chat` would continue; any thread may call it.
+
+        Raises:
+            ValidationError: there is no chat template, or it cannot format the messages.
+        """
+        return self._intake.chat(
+            messages, tools=tools, chat_template=chat_template, **template_options
+        )
+
+    def prepare_chat(
+        self,
+        messages: Messages,
+        sampling_params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool = True,
+        chat_template: str | None = None,
+        **template_options: Any,
+    ) -> PreparedChat:
+        """Do what a chat does before it generates; any thread may call it.
+
+        Generate from the result's ``prompt_token_ids`` with its ``params``, and read the
+        answer with its ``parser()``: :mod:`pagedllm.structured` shows how.
+
+        Args:
+            messages: one conversation.
+            sampling_params: what the tools' grammar is added to.
+            tools: functions that the model may call, as OpenAI's API describes them.
+            tool_choice: ``'auto'``, ``'none'``, ``'required'`` or a tool's name.
+            parallel_tool_calls: whether one answer may call several times.
+            chat_template: Jinja text in place of the model's own.
+            template_options: whatever else the template knows.
+
+        Raises:
+            ValidationError: the tools or messages are malformed, or the template refuses them.
+        """
+        request = ToolRequest.of(tools, tool_choice, parallel=parallel_tool_calls)
+        template = chat_template or self.config.chat_template
+        if template not in self._chat_formats:
+            self._chat_formats[template] = ChatFormat.of(self.tokenizer, template)
+        form = self._chat_formats[template]
+        prompt = self._intake.chat(
+            form.conversation(messages, request),
+            tools=form.template_tools(request),
+            chat_template=chat_template,
+            **template_options,
+        )
+        tail = "" if self._decoder is None else self._decoder.decode(prompt[-8:])
+        params = form.constrain(sampling_params or SamplingParams(), request, tail)
+        return PreparedChat(tuple(prompt), params, request, form, tail)
+
+    def stats(self) -> EngineStats:
+        """Counters, and the batch and cache at this moment. Raises EngineClosedError."""
+        return self._loop.call(Engine.stats)
+
+    def health(self) -> str | None:
+        """None when requests can be served, else one line that says why not."""
+        if self._loop.closed:
+            return "the engine is closed"
+        return self._loop.call(Engine.health)
+
+    def _submit(self, request: Request, listener: Callable[[RequestState], None]) -> RequestState:
+        state = RequestState(request, self._decoder, listener)
+        limit = self._intake.max_tokens(len(request.prompt_token_ids), request.params)
+        self._loop.add(state, limit)
+        return state
+
+    def _close(self) -> None:
+        self._finalizer()
+        gc.collect()
+        _return_heap()
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._loop.closed
+
+
+def _config(model: str | Config | None, settings: Mapping[str, Any]) -> Config:
+    if isinstance(model, Config):
+        config = model.replace(**settings) if settings else model
+    elif model is None:
+        config = Config(**settings)
+    elif isinstance(model, (str, Path)):
+        config = Config(model=str(model), **settings)
+    else:
+        raise ConfigError(
+            f"model must be a name, a folder or a Config, not {type(model).__name__}; for a "
+            f"loaded transformers model use from_model()",
+            "model",
+        )
+    return config.resolve()
+
+
+def _make_executor(config: Config, load: Callable[[], PagedModel]) -> Executor:
+    if config.executor in ("auto", "inline"):
+        from pagedllm.executors.inline import InlineExecutor
+
+        return InlineExecutor(config, load)
+    from pagedllm.plugins import get_manager
+
+    manager = get_manager(config.plugins_allow, config.plugins_block)
+    executor: Executor | None = manager.create_executor(config.executor, config)
+    if executor is None:
+        raise ConfigError(
+            f"executor: no plugin has one named '{config.executor}'; use 'auto', or install "
+            f"the plugin that provides it",
+            "executor",
+        )
+    return executor
+
+
+def _make_there(config: Config, path: str) -> tuple[Executor, TokenDecoder | None]:
+    """What an engine in a process of its own needs, made in that process."""
+    tokenizer = _tokenizer(config, path)
+    executor = _make_executor(config, partial(_load_model, config, path))
+    return executor, None if tokenizer is None else TokenDecoder(tokenizer)
+
+
+def _tokenizer(config: Config, path: str) -> PreTrainedTokenizerBase | None:
+    if config.skip_tokenizer_init:
+        return None
+    return load_tokenizer(
+        config.tokenizer or path,
+        trust_remote_code=config.trust_remote_code,
+        revision=config.revision if config.tokenizer is None else None,
+    )
+
+
+def _load_model(config: Config, path: str) -> PagedModel:
+    from pagedllm.models.registry import load_model
+
+    return load_model(
+        path,
+        dtype=config.dtype,
+        device=config.device,
+        model_impl=config.model_impl,
+        trust_remote_code=config.trust_remote_code,
+        attention=config.attention_backend,
+        progress=sys.stderr.isatty(),
+    )
+
+
+def _wrap(config: Config, model: PreTrainedModel) -> PagedModel:
+    from pagedllm.models.registry import wrap_model
+
+    return wrap_model(model, model_impl=config.model_impl, attention=config.attention_backend)
+
+
+def _return_heap() -> None:
+    """Ask the C library to give freed memory back to the operating system."""
+    if sys.platform != "linux":
+        return
+    import ctypes
+
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, musl has not
+    if trim is not None:
+        trim(0)
