@@ -16,9 +16,21 @@ import tokenize
 from collections import Counter
 from pathlib import Path
 
-BUDGETED = ("backend", "kernels")
-CHECKED = (*BUDGETED, "integrations", "plugins")
-TOTAL = 9_000
+CHECKED = ("backend", "kernels", "integrations", "plugins")
+# Not part of what runs a request: the command, the settings' and plugins' plumbing, and the
+# grammars and parsers that stand on the engine's public mechanism for masks.
+AROUND = (
+    "backend/pagedllm/cli/",
+    "backend/pagedllm/structured/",
+    "backend/pagedllm/config.py",
+    "backend/pagedllm/_",
+    "backend/pagedllm/hookspecs.py",
+    "backend/pagedllm/plugins.py",
+    "backend/pagedllm/testing/",
+)
+ENGINE = 9_000
+"""For the engine and its kernels: whatever a request passes through."""
+SURROUNDINGS = 4_500
 PER_FILE = 450
 LAYOUT = {
     token.COMMENT,
@@ -64,14 +76,22 @@ def main(root: Path) -> int:
             lines = len(source.splitlines())
             code[folder] += code_lines(source)
             length[folder] += lines
+            if folder in ("backend", "kernels"):
+                around = str(name.as_posix()).startswith(AROUND)
+                code["around" if around else "engine"] += code_lines(source)
             if lines > PER_FILE:
                 problems.append(f"{name}: {lines} lines, at most {PER_FILE} are allowed")
-    total = sum(code[folder] for folder in BUDGETED)
-    if total > TOTAL:
-        problems.append(f"{' and '.join(BUDGETED)}: {total} lines, at most {TOTAL} are allowed")
+    for part, budget in (("engine", ENGINE), ("around", SURROUNDINGS)):
+        if code[part] > budget:
+            problems.append(f"{part}: {code[part]} lines of code, at most {budget} are allowed")
     for folder in CHECKED:
         print(f"{folder:12} {code[folder]:6} lines of code, {length[folder]:6} in all")
-    print(f"{' + '.join(BUDGETED)}: {total} of {TOTAL} lines of code", *problems, sep="\n")
+    print(
+        f"the engine and its kernels: {code['engine']} of {ENGINE}; "
+        f"around them: {code['around']} of {SURROUNDINGS}",
+        *problems,
+        sep="\n",
+    )
     return 1 if problems else 0
 
 

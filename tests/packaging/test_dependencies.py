@@ -92,8 +92,8 @@ def test_line_budget_counts_code_and_fails_above_it(tmp_path):
     there = subprocess.run([*script, str(tmp_path)], capture_output=True, text=True, check=False)
     assert there.returncode == 1
     assert "backend/big.py: 9001 lines" in there.stdout
-    assert "at most 9000 are allowed" in there.stdout
+    assert "engine: 9001 lines of code, at most 9000 are allowed" in there.stdout
     big.write_text('"""Only\nwords."""\n' + "# and more of them\n" * 400 + "x = 1\n")
     there = subprocess.run([*script, str(tmp_path)], capture_output=True, text=True, check=False)
     assert there.returncode == 0
-    assert "1 of 9000 lines of code" in there.stdout
+    assert "the engine and its kernels: 1 of 9000;" in there.stdout
