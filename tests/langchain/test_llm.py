@@ -175,7 +175,8 @@ def test_unknown_names_raise_and_name_the_nearest(llm, settings):
     ids=str,
 )
 def test_wrong_values_raise_at_construction(settings, wrong):
-    with pytest.raises(ValueError):
+    (name,) = wrong
+    with pytest.raises(ValueError, match=name if name != "engine_config" else "no_such"):
         PagedLLM(**{**settings, **wrong})
 
 

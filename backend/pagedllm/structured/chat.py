@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from pagedllm.sampling_params import SamplingParams
 
 
+_RESPONSE_END = "</tool_response>"
+
+
 @dataclass(frozen=True, slots=True)
 class ToolRequest:
     """The tools of one request, checked."""
@@ -108,7 +111,7 @@ class ChatFormat:
             return messages  # the intake says what is wrong with them
         found = [_with_parsed_arguments(message) for message in messages]
         if not self.shows_calls:
-            found = [self._as_text(message) for message in found]
+            found = _joined([self._as_text(message) for message in found])
         if not request.active or self.shows_tools:
             return found
         description = self._description(request)
@@ -185,7 +188,7 @@ class ChatFormat:
         if message.get("role") == "tool":
             name = message.get("name")
             label = f' name="{name}"' if name else ""
-            content = f"<tool_response{label}>\n{message.get('content')}\n</tool_response>"
+            content = f"<tool_response{label}>\n{message.get('content')}\n{_RESPONSE_END}"
             return {"role": "user", "content": content}
         calls = message.get("tool_calls")
         if not calls:
@@ -228,6 +231,19 @@ def _template(tokenizer: PreTrainedTokenizerBase) -> str:
     if isinstance(template, Mapping):
         template = template.get("tool_use") or template.get("default") or ""
     return template or ""
+
+
+def _joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Join results of tools with what the user says next: strict templates take one of each."""
+    found: list[dict[str, Any]] = []
+    for message in messages:
+        last = found[-1] if found else {}
+        content = str(last.get("content"))
+        if content.endswith(_RESPONSE_END) and message.get("role") == last.get("role") == "user":
+            found[-1] = {**last, "content": f"{content}\n{message.get('content')}"}
+        else:
+            found.append(message)
+    return found
 
 
 def _with_parsed_arguments(message: Mapping[str, Any]) -> dict[str, Any]:

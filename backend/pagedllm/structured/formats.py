@@ -123,7 +123,7 @@ def knows_tool_calls(template: str) -> bool:
 
 def thinks(template: str) -> bool:
     """Whether the model behind a template is one that may reason first."""
-    return THINK in template
+    return THINK in template or END_THINK in template
 
 
 def _code(template: str) -> str:

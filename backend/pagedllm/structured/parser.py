@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Generator
 
 _PYTHON_TAG = "<|python_tag|>"
+_BLANKS = 2
+"""Before a ``<think>``; more are content, so that an answer of blanks is not held back."""
 _NAME_KEYS = ("name", "function")
 _NAMED_CALL = re.compile(r"\s*([\w.\-]+)\s*(?:\[ARGS\])?\s*(?=\{)")
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
@@ -142,11 +144,11 @@ class OutputParser:
         """A ``<think>`` block at the start, with the blank lines around it left out."""
         thinking = self._thinking
         if not thinking:
-            while THINK.startswith(self._text.lstrip()[: len(THINK)]) and not self._over:
-                if self._text.lstrip().startswith(THINK):
-                    break
+            while self._may_think() and not self._text.lstrip().startswith(THINK):
+                if self._over:
+                    return
                 yield
-            if not self._text.lstrip().startswith(THINK):
+            if not self._may_think():
                 return
         start = self._text.lstrip()
         self._text = start.removeprefix(THINK)
@@ -174,6 +176,12 @@ class OutputParser:
         while not self._text.lstrip() and not self._over:
             yield
         self._text = self._text.lstrip()
+
+    def _may_think(self) -> bool:
+        """Whether the text begins as a ``<think>`` block does, after two blanks at most."""
+        start = self._text.lstrip()
+        few = len(self._text) - len(start) <= _BLANKS
+        return few and THINK.startswith(start[: len(THINK)])
 
     def _rest_is_content(self) -> Generator[None]:
         while True:
