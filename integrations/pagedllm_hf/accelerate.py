@@ -51,10 +51,11 @@ def accelerate(
 
     Raises:
         UnsupportedModelError: with ``strict``, when the engine cannot run this model.
-        ConfigError: a setting is wrong; or the model is accelerated already.
+        ConfigError: a setting is wrong; the model is accelerated already, or is none.
     """
     from pagedllm import ConfigError
 
+    _check_model(model)
     held = vars(model).get(_HANDLE)
     if held is not None and held.model is model and not held.closed:
         raise ConfigError(
@@ -91,12 +92,26 @@ def generate(
 
 def handle_of(model: PreTrainedModel) -> Accelerated:
     """Return a model's handle, made now if there is none; ``generate`` is not rebound."""
+    _check_model(model)
     held = vars(model).get(_HANDLE)
     if isinstance(held, Accelerated) and held.model is model and not held.closed:
         return held
     handle = Accelerated(model, strict=False, check_weights=True, config={})
     vars(model)[_HANDLE] = handle
     return handle
+
+
+def _check_model(model: object) -> None:
+    from transformers import PreTrainedModel
+    from transformers.generation import GenerationMixin
+
+    from pagedllm import ConfigError
+
+    if not isinstance(model, PreTrainedModel) or not isinstance(model, GenerationMixin):
+        raise ConfigError(
+            f"a transformers model that has generate() is needed, not {type(model).__name__}; of "
+            "a wrapper, such as a compiled model or one with adapters, give the model inside"
+        )
 
 
 class Accelerated:
@@ -117,7 +132,7 @@ class Accelerated:
         self._twin_class = twin_class(type(model))
         self._signature = inspect.signature(_own_generate(model))
         self._changed = threading.Condition()
-        self._users = 0
+        self._users: list[int] = []  # a thread's identity for each call that runs
         self._llm: LLM | None = None
         self._mark: Any = None
         with self._changed:
@@ -254,19 +269,21 @@ class Accelerated:
         """A twin for one call, on an engine that has the model's present weights."""
         with self._changed:
             if self._mark is None or self._look() != self._mark:
-                self._changed.wait_for(lambda: self._users == 0)
+                if threading.get_ident() in self._users:
+                    raise CannotRun("the weights changed while a call around this one runs")
+                self._changed.wait_for(lambda: not self._users)
                 self._rebuild()
             llm = self._llm
             if llm is None:
                 raise CannotRun(self.fallback_reason or "the handle is closed")
-            self._users += 1
+            self._users.append(threading.get_ident())
         run = Run(self.model, llm)
         try:
             yield make_twin(self._twin_class, run)
         finally:
             run.close()
             with self._changed:
-                self._users -= 1
+                self._users.remove(threading.get_ident())
                 self._changed.notify_all()
 
     # -- the engine ----------------------------------------------------------------

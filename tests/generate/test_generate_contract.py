@@ -469,3 +469,29 @@ def test_driven_rows_wait_for_room_and_give_it_back() -> None:
             )
         assert handle.llm.stats().cache.pages_used == 0
     assert all(torch.equal(row, expected) for row in found)
+
+
+def test_what_is_no_model_is_refused(llama: Pair) -> None:
+    wrapped: Any = torch.nn.Sequential(llama.reference)
+    for function in (pagedllm.accelerate, lambda m: pagedllm.generate(m, None, None, None, None)):
+        with pytest.raises(pagedllm.ConfigError, match="Sequential"):
+            function(wrapped)
+
+
+def test_a_call_within_a_call_that_changed_the_weights_does_not_hang() -> None:
+    model = build("llama", 9)
+    ids = torch.tensor([[1, 2, 3]])
+    found = []
+
+    def meddle(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] == 4:
+            with torch.no_grad():
+                model.lm_head.weight.copy_(model.lm_head.weight.flip(0))
+            found.append(model.generate(ids, max_new_tokens=3))
+            found.append(type(model).generate(model, ids, max_new_tokens=3))
+        return scores
+
+    with pagedllm.accelerate(model, num_pages=64):
+        model.generate(ids, max_new_tokens=3, logits_processor=LogitsProcessorList([meddle]))
+        assert torch.equal(found[0], found[1])
+        assert torch.equal(model.generate(ids, max_new_tokens=3), found[1])
