@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from pagedllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
     from pagedllm.plugins import list_plugins, plugin_registry, resolve_model
     from pagedllm.sampling_params import SamplingParams
+    from pagedllm.structured import StructuredOutput
 
 __version__ = "0.1.0"
 
@@ -52,6 +53,7 @@ __all__ = [
     "RequestTooLongError",
     "ResolvedModel",
     "SamplingParams",
+    "StructuredOutput",
     "UnsupportedModelError",
     "ValidationError",
     "__version__",
@@ -80,6 +82,7 @@ _MODULES = {
     "outputs": ("CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"),
     "plugins": ("list_plugins", "plugin_registry", "resolve_model"),
     "sampling_params": ("SamplingParams",),
+    "structured": ("StructuredOutput",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -29,6 +29,7 @@ PUBLIC = {
     "RequestTooLongError",
     "ResolvedModel",
     "SamplingParams",
+    "StructuredOutput",
     "UnsupportedModelError",
     "ValidationError",
     "__version__",
