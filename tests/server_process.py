@@ -53,8 +53,8 @@ class ServerProcess:
         return "".join(self.lines) + "".join(self.errors)
 
     def stop(self, how=signal.SIGTERM, timeout=60):
-        """Send a signal, and return the exit status."""
-        if self.process.poll() is None:
+        """Send a signal, or none when it was sent, and return the exit status."""
+        if how is not None and self.process.poll() is None:
             self.process.send_signal(how)
         try:
             status = self.process.wait(timeout)

@@ -6,6 +6,8 @@ route it happened on; routes keep no state of their own.
 
 from __future__ import annotations
 
+import copy
+import threading
 import time
 from importlib import resources
 from typing import TYPE_CHECKING, Any
@@ -45,6 +47,8 @@ class Server:
         self.version = pagedllm.__version__
         self.created = int(time.time())
         self._special: frozenset[int] | None = None
+        self._copy: Any = None
+        self._lock = threading.Lock()
 
     @property
     def fingerprint(self) -> str:
@@ -74,6 +78,17 @@ class Server:
     def device(self) -> str:
         """Where the model runs."""
         return self.service.loaded.model_info.device
+
+    def offsets(self, text: str, *, special: bool) -> tuple[list[int], list[tuple[int, int]]]:
+        """A text's token ids, and where in it each begins and ends; any thread may call it."""
+        with self._lock:
+            if self._copy is None:
+                # The engine's own may be in use, and two threads cannot share one.
+                self._copy = copy.deepcopy(self.tokenizer)
+            found = self._copy(
+                text, add_special_tokens=special, return_offsets_mapping=True, verbose=False
+            )
+        return found["input_ids"], found["offset_mapping"]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Token ids as text, special tokens included."""

@@ -9,6 +9,7 @@ is aborted in the engine, which frees its pages after the step in flight.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import math
 import threading
@@ -80,6 +81,9 @@ class Service:
             on_failure()
             return
         self.problem = None
+        # What is there now stays: the collector need not look through it while tokens flow.
+        gc.collect()
+        gc.freeze()
         self._watcher = asyncio.create_task(self._watch())
         on_ready()
 
@@ -110,6 +114,7 @@ class Service:
             logger.error("%s", self.problem)
             broken, self._llm = self._llm, None
             if broken is not None:
+                gc.unfreeze()
                 await broken.aclose()
             await asyncio.sleep(delay)
             self.restarts += 1

@@ -313,12 +313,10 @@ def _headers(
 
 def token_list(server: Server, text: str, *, special: bool) -> list[dict[str, Any]]:
     """A text's tokens with where each begins and ends, as ``/tokenize`` gives them."""
-    found = server.tokenizer(
-        text, add_special_tokens=special, return_offsets_mapping=True, verbose=False
-    )
+    ids, places = server.offsets(text, special=special)
     return [
         {"id": token, "text": text[start:stop], "start": start, "stop": stop}
-        for token, (start, stop) in zip(found["input_ids"], found["offset_mapping"], strict=True)
+        for token, (start, stop) in zip(ids, places, strict=True)
     ]
 
 

@@ -206,8 +206,8 @@ def test_what_does_not_finish_in_time_gets_an_error(tiny_with_text):
         running.process.send_signal(signal.SIGTERM)
         last = [line for line in lines if line][-1]
     assert json.loads(last.removeprefix("data: "))["error_type"] == "healthcheck"
-    assert running.stop() == 0
-    assert time.monotonic() - begin < 15
+    assert running.stop(how=None) == 0
+    assert time.monotonic() - begin < 60  # and not the usual 90
 
 
 def test_a_model_that_is_not_there_is_one_line(tmp_path):
@@ -308,14 +308,14 @@ def test_no_request_that_the_openapi_allows_is_a_server_error(tiny_with_text):
     import schemathesis
     from hypothesis import HealthCheck, Phase, settings
 
-    with serving(tiny_with_text, "--timeout", "2", "--log-level", "critical") as running:
+    with serving(tiny_with_text, "--timeout", "0.3", "--log-level", "critical") as running:
         schema = schemathesis.openapi.from_url(f"{running.url}/openapi.json")
         wrong = []
         for result in schema.get_all_operations():
             operation = result.ok()
 
             @settings(
-                max_examples=15, deadline=None, database=None, phases=[Phase.generate],
+                max_examples=8, deadline=None, database=None, phases=[Phase.generate],
                 suppress_health_check=list(HealthCheck),
             )  # fmt: skip
             def ask(case):

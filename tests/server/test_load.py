@@ -1,0 +1,84 @@
+"""Many at once, and for a while: nothing is lost, and nothing is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from server_process import serving, wait_until
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "serve.py"
+
+
+def benchmark(*arguments):
+    run = subprocess.run(
+        [sys.executable, str(BENCHMARK), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    assert run.stdout, run.stderr
+    return run.returncode, [json.loads(line) for line in run.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def client_class():
+    spec = importlib.util.spec_from_file_location("serve_benchmark", BENCHMARK)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["serve_benchmark"] = module
+    spec.loader.exec_module(module)
+    return module.Client
+
+
+@pytest.mark.parametrize("engine", ["thread", "process"])
+def test_256_streams_at_once_are_all_answered_whole(tiny_with_text, client_class, engine):
+    with serving(tiny_with_text, "--engine", engine) as server:
+        client = client_class(server.url)
+
+        async def everyone():
+            bodies = [
+                {"prompt": [index, 7, 9], "max_tokens": 12, "ignore_eos": True, "temperature": 0}
+                for index in range(256)
+            ]
+            return await asyncio.gather(*map(client.complete, bodies))
+
+        results = asyncio.run(everyone())
+        assert [r.error for r in results if not r.good] == []
+        assert all(1 <= r.tokens <= 13 for r in results)
+        wait_until(server.is_idle)
+        assert server.stats()["generated_tokens"] == 256 * 12
+
+
+@pytest.mark.parametrize("arrivals", ["poisson", "bursty"])
+def test_the_load_generator_measures(tiny_with_text, tmp_path, arrivals):
+    with serving(tiny_with_text) as server:
+        picture = tmp_path / "latencies.png"
+        status, [found] = benchmark(
+            "load", "--url", server.url, "--rate", 20, "--requests", 24, "--arrivals", arrivals,
+            "--output-len", 8, "--ttft-target", 10, "--plot", picture,
+        )  # fmt: skip
+    assert status == 0
+    assert found["completed"] == 24
+    assert found["goodput"] == 1.0
+    for name in ("ttft_ms", "itl_ms", "e2e_ms"):
+        assert 0 < found[name]["p50"] <= found[name]["p90"] <= found[name]["p99"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_a_minute_of_everything_leaves_nothing_behind(tiny_with_text):
+    """The full form: benchmarks/serve.py soak --seconds 1800, with memory flat within 2 %."""
+    status, [found] = benchmark(
+        "soak", "--model", tiny_with_text, "--seconds", 60, "--memory-growth", 0.05,
+        "--threads", 1,
+    )  # fmt: skip
+    assert found["problems"] == []
+    assert status == 0
+    assert found["good"] > 50
+    assert min(found["aborted"], found["bad"], found["slow"]) > 0
