@@ -529,3 +529,30 @@ class TestReports:
         with pytest.raises(TimeoutError):
             asyncio.run(slow.ainvoke("x"))
         assert slow.engine.stats().running == 0
+
+
+def test_an_agent_of_langchains_own_runs_on_it(settings):
+    from langchain.agents import create_agent
+
+    chat = ChatPagedLLM(**{**settings, "max_tokens": 100}, chat_template=CHATML)
+    call = chat.get_token_ids('<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}')
+    starts = []
+
+    def call_once(token_ids, logits):
+        """Force the first answer to be a call, and the second to end at once."""
+        if not starts:
+            starts.append(len(token_ids))
+        place = len(token_ids) - starts[0]
+        if place < len(call):
+            logits[call[place]] = float("inf")
+        elif len(token_ids) > starts[0] + 60:
+            logits[2] = float("inf")
+        return logits
+
+    chat.logits_processors.append(call_once)
+    agent = create_agent(chat, tools=[add])
+    messages = agent.invoke({"messages": [HumanMessage("1 + 2?")]})["messages"]
+    kinds = [type(message).__name__ for message in messages]
+    assert kinds[:3] == ["HumanMessage", "AIMessage", "ToolMessage"]
+    assert messages[2].content == "3"
+    assert kinds[-1] == "AIMessage"

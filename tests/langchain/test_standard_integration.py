@@ -33,6 +33,11 @@ class TestChatPagedLLM(ChatModelIntegrationTests):
         return {**super().standard_chat_model_params, "timeout": 240}
 
     @property
+    def structured_output_kwargs(self):
+        # Greedy, so small a model says one sentence over and over until its tokens are spent.
+        return {"frequency_penalty": 1.0}
+
+    @property
     def supports_json_mode(self):
         return True
 
@@ -47,6 +52,14 @@ class TestChatPagedLLM(ChatModelIntegrationTests):
     @property
     def supported_usage_metadata_details(self):
         return {"invoke": ["cache_read_input"], "stream": ["cache_read_input"]}
+
+    @pytest.mark.xfail(
+        strict=False,
+        reason="SmolLM2-135M does not call a tool of its own accord, and nothing here makes it",
+    )
+    @pytest.mark.parametrize("model", [{}, {"output_version": "v1"}], indirect=True)
+    def test_agent_loop(self, model):
+        super().test_agent_loop(model)
 
     def invoke_with_cache_read_input(self, *, stream=False):
         chat = ChatPagedLLM(**self.chat_model_params, max_retries=0)
