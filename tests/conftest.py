@@ -12,9 +12,6 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Tiny models lose more to starting threads than they gain from them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# What is drawn while tests are collected must be the same in all processes of a run (the
-# variable is pytest-xdist's name for it), and new in the next one.
-random.seed(os.environ.get("PYTEST_XDIST_TESTRUNUID"))
 
 from typing import TYPE_CHECKING
 
@@ -22,6 +19,10 @@ import pytest
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+# What is drawn while tests are collected must be the same in all processes of a run (the
+# variable is pytest-xdist's name for it), and new in the next one.
+random.seed(os.environ.get("PYTEST_XDIST_TESTRUNUID"))
 
 
 @pytest.fixture(scope="session")
@@ -35,7 +36,6 @@ def smollm2_path() -> Path:
 @pytest.fixture(scope="session")
 def tiny_with_text(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path) -> Path:
     """A tiny Llama of random weights behind SmolLM2's real tokenizer and chat template."""
-    import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     tokenizer = AutoTokenizer.from_pretrained(smollm2_path)
