@@ -283,6 +283,8 @@ def run_compare(options):
                 offer(client, options, rate, options.requests, options.seed, **sent)
             )
             found[policy] = report(options, results, wall, policy=policy, rate=round(rate, 3))
+            stats = get(url, "/stats")
+            found[policy] |= {k: stats[k] for k in ("preemptions", "steps", "computed_tokens")}
             print(json.dumps(found[policy]), flush=True)
     return 0
 

@@ -84,12 +84,17 @@ def test_one_on_time_displaces_one_that_is_late():
     assert late.num_preemptions == 1
 
 
-def test_late_ones_take_a_quarter_of_the_batch():
+def test_late_ones_take_a_quarter_of_the_batch_or_all_of_it_when_they_are_alone():
     bench = Bench(slots=8)
+    fresh = bench.add(ttft=60, tokens=8)
     late = [bench.add(ttft=1, age=2) for _ in range(8)]
     bench.step()
+    assert fresh.status is Status.RUNNING
     assert sum(s.status is Status.RUNNING for s in late) == 2
-    assert sorted(s.order for s in bench.run()) == list(range(8))
+    assert sorted(s.order for s in bench.run()) == list(range(9))
+    alone = [bench.add(ttft=1, age=2) for _ in range(8)]
+    bench.step()
+    assert all(s.status is Status.RUNNING for s in alone)
 
 
 async def _first_done(llm):

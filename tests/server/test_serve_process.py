@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -208,6 +209,32 @@ def test_what_does_not_finish_in_time_gets_an_error(tiny_with_text):
     assert json.loads(last.removeprefix("data: "))["error_type"] == "healthcheck"
     assert running.stop(how=None) == 0
     assert time.monotonic() - begin < 60  # and not the usual 90
+
+
+def test_https_origins_and_a_proxy_path(tiny_with_text, tmp_path):
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    make = "openssl req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=localhost".split()
+    subprocess.run(
+        [*make, "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate],
+        check=True,
+        capture_output=True,
+    )
+    flags = ("--ssl-certfile", certificate, "--ssl-keyfile", key, "--root-path", "/llm")
+    origin = {"Origin": "https://page.example"}
+    with serving(tiny_with_text, *flags, "--cors-allow-origin", origin["Origin"]) as running:
+        assert running.url.startswith("https://")
+        context = ssl.create_default_context(cafile=certificate)
+        with httpx.Client(base_url=running.url, verify=context, timeout=60) as http:
+            answer = http.get("/info", headers=origin)
+            assert answer.headers["access-control-allow-origin"] == origin["Origin"]
+            other = http.get("/info", headers={"Origin": "https://other.example"})
+            assert "access-control-allow-origin" not in other.headers
+            for path in ("/v1/completions", "/llm/v1/completions"):
+                wrong = http.post(path, json={"prompt": ""})
+                assert wrong.status_code == 422
+                assert wrong.json()["error"]["type"] == "invalid_request_error"
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{running.url}/info")  # the certificate is nobody's
 
 
 def test_a_model_that_is_not_there_is_one_line(tmp_path):

@@ -86,13 +86,16 @@ class Deadline:
         waited = now - request.arrival_time
         prefill = -(-len(sequence.tokens) // budget) * step_seconds
         if request.ttft_target is not None and sequence.num_output_tokens == 0:
-            return waited + prefill > request.ttft_target
+            return waited + prefill > _CERTAIN * request.ttft_target
         if request.e2e_target is None:
             return False
         left = sequence.max_tokens - sequence.num_output_tokens
-        return waited + prefill + left * step_seconds > request.e2e_target
+        return waited + prefill + left * step_seconds > _CERTAIN * request.e2e_target
 
 
+_CERTAIN = 0.8
+"""The part of a target that estimates may fill. Under overload those served are the ones that
+have waited longest, so without a margin all of them would be on the edge."""
 _NO_TARGET = 60.0
 """Seconds that stand in for the target of a request without one."""
 _POLICIES: dict[str, type[FCFS] | type[Priority] | type[Deadline]] = {

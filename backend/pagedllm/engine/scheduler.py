@@ -238,9 +238,12 @@ class Scheduler:
             self._waiting.push(first)
 
     def _has_place_for_late(self) -> bool:
-        """Late sequences fill a quarter of the batch, lest they slow those that are not."""
+        """Late sequences fill a quarter of the batch, lest they slow those that are not.
+
+        Where all are late, they fill it.
+        """
         late = sum(sequence.late for sequence in self._running)
-        return late < max(1, self.max_batch_size // 4)
+        return late < max(1, self.max_batch_size // 4) or late == len(self._running)
 
     def _make_room_for_urgent(self) -> None:
         urgent = self._waiting.peek()
