@@ -20,7 +20,7 @@ import statistics
 import time
 from typing import Any
 
-WORDS = "the of a river house runs slowly over green old stones while seven people watch it".split()
+TEXT = "the of a river house runs slowly over green old stones while seven people watch it"
 
 
 def main() -> None:
@@ -82,7 +82,7 @@ def _measure(
     for number in range(args.rounds + 1):
         # Fresh prompts each time: the prefix cache must not know them.
         lengths = [rng.randint(*args.prompt_words) for _ in range(batch)]
-        texts = [" ".join(rng.choices(WORDS, k=length)) for length in lengths]
+        texts = [" ".join(rng.choices(TEXT.split(), k=length)) for length in lengths]
         inputs = tokenizer(texts, return_tensors="pt", padding=True).to(model.device)
         call = {"max_new_tokens": args.new_tokens, "do_sample": False, "eos_token_id": None}
         call |= {"pad_token_id": tokenizer.pad_token_id}

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 import pagedllm
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -61,3 +67,36 @@ def test_lm_eval(folder: Any) -> None:
     with pagedllm.accelerate(model, strict=True, num_pages=512) as handle:
         assert answers() == expected
         assert handle.llm.stats().generated_tokens > 10
+
+
+def test_the_page_about_it_runs(smollm2_path: Path, tmp_path: Path) -> None:
+    (snippet,) = re.findall(
+        r"^```python\n(.*?)^```", (ROOT / "docs/generate.md").read_text(), re.DOTALL | re.MULTILINE
+    )
+    assert "Paris" in _run("-c", snippet, cwd=tmp_path)
+
+
+def test_the_example_runs(smollm2_path: Path, tmp_path: Path) -> None:
+    shown = _run(str(ROOT / "examples/generate_dropin.py"), cwd=tmp_path)
+    assert "all answers equal" in shown
+
+
+def test_the_benchmark_prints_a_line_of_json(tiny_with_text: Path, tmp_path: Path) -> None:
+    import json
+
+    shown = _run(
+        str(ROOT / "benchmarks/generate_dropin.py"), "--model", str(tiny_with_text), "--dtype",
+        "float32", "--batches", "1", "3", "--new-tokens", "4", "--rounds", "2", cwd=tmp_path,
+    )  # fmt: skip
+    report = json.loads(shown.splitlines()[-1])
+    assert [row["batch"] for row in report["batches"]] == [1, 3]
+    assert all(row["original_s"] > 0 and row["dropin_s"] > 0 for row in report["batches"])
+
+
+def _run(*arguments: str, cwd: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, check=False, cwd=cwd,
+        timeout=400,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
