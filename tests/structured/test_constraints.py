@@ -339,8 +339,48 @@ def test_a_compiled_grammar_travels_to_another_process(llm):
     from pagedllm.structured.grammar import GrammarCompiler
 
     compiler = GrammarCompiler(llm.tokenizer, llm.model_info.vocab_size, {2})
-    grammar = pickle.loads(pickle.dumps(compiler.grammar(StructuredOutput(choice=["yes", "no"]))))
+    sent = pickle.dumps(compiler.grammar(StructuredOutput(choice=["yes", "no"])))
+    assert len(sent) < 10_000  # not with the vocabulary
+    grammar = pickle.loads(sent)
     words = np.zeros(-(-llm.model_info.vocab_size // 32), np.int32)
     grammar.for_sequence().fill(np.array([], np.int64), words)
     bits = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
     assert {llm.tokenizer.decode([token])[0] for token in bits} == {"y", "n"}
+
+
+@pytest.mark.parametrize("family", ["byte_level", "byte_fallback"])
+def test_vocabularies_of_other_families_keep_to_constraints_too(family):
+    """Random tokens among those allowed, without a model."""
+    import numpy as np
+
+    from pagedllm.structured.grammar import GrammarCompiler
+    from text_tokenizers import FAMILIES
+
+    tokenizer = FAMILIES[family]()
+    size = len(tokenizer)
+    compiler = GrammarCompiler(tokenizer, size, {tokenizer.eos_token_id})
+    seed = random.randrange(2**31)
+    print("seed:", seed)
+    chance = random.Random(seed)
+    for spec in ({"regex": "[a-e]{3} is (here|far)"}, {"choice": ["the capital", "Paris"]}):
+        grammar = compiler.grammar(StructuredOutput(**spec))
+        mask, output = grammar.for_sequence(), []
+        while tokenizer.eos_token_id not in output:
+            words = np.zeros(-(-size // 32), np.int32)
+            mask.fill(np.array(output, np.int64), words)
+            bits = np.unpackbits(words.view(np.uint8), bitorder="little", count=size)
+            output.append(int(chance.choice(np.flatnonzero(bits))))
+        text = tokenizer.decode(output[:-1], skip_special_tokens=False)
+        if "regex" in spec:
+            assert re.fullmatch(spec["regex"], text), text
+        else:
+            assert text in spec["choice"]
+
+
+def test_a_vocabulary_that_cannot_be_read_is_refused():
+    from pagedllm.structured.grammar import GrammarCompiler
+    from text_tokenizers import metaspace
+
+    tokenizer = metaspace()
+    with pytest.raises(ValidationError, match="tokenizer cannot be used"):
+        GrammarCompiler(tokenizer, len(tokenizer), {tokenizer.eos_token_id})

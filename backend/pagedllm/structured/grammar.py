@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import json
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pagedllm.errors import EngineError, ValidationError
@@ -117,11 +118,23 @@ class GrammarCompiler:
         clean = type(backend).from_str(backend.to_str())
         clean.no_padding()
         clean.no_truncation()
-        self.source = (clean.to_str(), vocab_size, self.eos_token_ids)
-        """What another process needs to build the same compiler."""
-        self._tokenizer = _build_tokenizer(*self.source)
+        self._text = clean.to_str()
+        self._path = Path(str(tokenizer.name_or_path)) / "tokenizer.json"
+        self._vocab_size = vocab_size
+        self._tokenizer = _build_tokenizer(self._text, vocab_size, self.eos_token_ids)
         self._lock = threading.Lock()
         self._compiled = functools.lru_cache(maxsize=_CACHED_GRAMMARS)(self._compile)
+
+    @functools.cached_property
+    def source(self) -> tuple[str, int, tuple[int, ...]]:
+        """What another process needs to build the same compiler.
+
+        The vocabulary's file, when it says the same as the tokenizer in use: it is megabytes.
+        """
+        text = self._text
+        if self._path.is_file() and _read(str(self._path)) == text:
+            text = str(self._path)
+        return text, self._vocab_size, self.eos_token_ids
 
     def grammar(self, spec: StructuredOutput) -> Grammar:
         """Compile a constraint. Raises ValidationError."""
@@ -167,19 +180,30 @@ def _build_tokenizer(text: str, vocab_size: int, eos_token_ids: tuple[int, ...])
         raise _error(f"the model's tokenizer cannot be used: {_reason(str(error))}") from error
 
 
+def _read(path: str) -> str:
+    """A tokenizer.json as llguidance takes it: without padding and truncation."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(path)
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return str(tokenizer.to_str())
+
+
 @functools.lru_cache(maxsize=4)
-def _compiler(text: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> GrammarCompiler:
+def _compiler(source: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> GrammarCompiler:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
+    text = source if source.startswith("{") else _read(source)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(text))
     return GrammarCompiler(tokenizer, vocab_size, eos_token_ids)
 
 
 def _compile(
-    text: str, vocab_size: int, eos_token_ids: tuple[int, ...], spec: StructuredOutput
+    source: str, vocab_size: int, eos_token_ids: tuple[int, ...], spec: StructuredOutput
 ) -> Grammar:
-    return _compiler(text, vocab_size, eos_token_ids).grammar(spec)
+    return _compiler(source, vocab_size, eos_token_ids).grammar(spec)
 
 
 def _definition(matcher: Any, spec: StructuredOutput) -> str:
