@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
+
 from pagedllm import LLM, AsyncLLM, SamplingParams, ValidationError
 from pagedllm.cache.manager import CacheManager
 from pagedllm.engine.scheduler import Scheduler

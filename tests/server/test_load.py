@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from server_process import serving, wait_until
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "serve.py"

@@ -213,7 +213,7 @@ def test_what_does_not_finish_in_time_gets_an_error(tiny_with_text):
 
 def test_https_origins_and_a_proxy_path(tiny_with_text, tmp_path):
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    make = "openssl req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=localhost".split()
+    make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost"]
     subprocess.run(
         [*make, "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate],
         check=True,
