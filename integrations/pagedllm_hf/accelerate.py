@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 import threading
 import types
 from contextlib import contextmanager
@@ -135,6 +136,8 @@ class Accelerated:
         self._users: list[int] = []  # a thread's identity for each call that runs
         self._llm: LLM | None = None
         self._mark: Any = None
+        self._process = os.getpid()
+        self._lost: list[LLM | None] = []
         with self._changed:
             self._rebuild()
         if self.fallback_reason is not None:
@@ -267,6 +270,8 @@ class Accelerated:
     @contextmanager
     def _twin(self) -> Iterator[PreTrainedModel]:
         """A twin for one call, on an engine that has the model's present weights."""
+        if os.getpid() != self._process:
+            self._begin_in_fork()
         with self._changed:
             if self._mark is None or self._look() != self._mark:
                 if threading.get_ident() in self._users:
@@ -287,6 +292,15 @@ class Accelerated:
                 self._changed.notify_all()
 
     # -- the engine ----------------------------------------------------------------
+
+    def _begin_in_fork(self) -> None:
+        """A forked process has our memory and none of our threads: it needs an engine anew."""
+        self._process = os.getpid()
+        self._changed = threading.Condition()
+        self._users = []
+        # Kept, since closing it might wait for a lock that nobody holds any more.
+        self._lost.append(self._llm)
+        self._llm = self._mark = None
 
     def _look(self) -> Any:
         return fingerprint(self.model, contents=self._check_weights)

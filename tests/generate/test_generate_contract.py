@@ -6,12 +6,14 @@ import asyncio
 import copy
 import inspect
 import io
+import os
 import pickle
 import subprocess
 import sys
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -428,8 +430,6 @@ for family in ("llama", "gpt2"):
     assert weight() is None
     assert threading.active_count() == 1, threading.enumerate()
 """
-    from pathlib import Path
-
     done = subprocess.run(
         [sys.executable, "-c", code, str(Path(__file__).parents[1])],
         capture_output=True, text=True, check=False, timeout=120,
@@ -495,3 +495,28 @@ def test_a_call_within_a_call_that_changed_the_weights_does_not_hang() -> None:
         model.generate(ids, max_new_tokens=3, logits_processor=LogitsProcessorList([meddle]))
         assert torch.equal(found[0], found[1])
         assert torch.equal(model.generate(ids, max_new_tokens=3), found[1])
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_forked_process_gets_an_engine_of_its_own() -> None:
+    code = """
+import os, sys, torch
+torch.set_num_threads(1)
+sys.path.insert(0, sys.argv[1])
+from generate_pairs import build
+import pagedllm
+model = build("llama", 3)
+ids = torch.tensor([[1, 2, 3]])
+with pagedllm.accelerate(model, num_pages=32):
+    expected = model.generate(ids, max_new_tokens=5)
+    child = os.fork()
+    equal = torch.equal(model.generate(ids, max_new_tokens=5), expected)
+    if child == 0:
+        sys.exit(0 if equal else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(Path(__file__).parents[1])],
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
