@@ -1,15 +1,21 @@
 """The notations that calls come in: JSON that is not all there yet, and Python.
 
-Owner: ``structured.parser``. Invariant: nothing here raises for what a model wrote.
+Owner: ``structured.parser``. Invariant: nothing here raises for what a model
+wrote, but :class:`Malformed` within the parser.
 """
 
 from __future__ import annotations
 
 import ast
 import json
-from typing import Any
+import re
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
 
 ARGUMENT_KEYS = ("arguments", "parameters")
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 
 
 class ValueScanner:
@@ -48,6 +54,65 @@ class ValueScanner:
                 self.wrong = self._depth > 0
                 return place
         return None
+
+
+class Malformed(Exception):
+    """What was read is not what it looked like."""
+
+
+class TextReader:
+    """Reads text that comes in pieces. Each generator yields when it needs more."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        """What came and is not given out yet."""
+        self._over = False
+        """Whether no more will come."""
+        self._taken: list[str] = []
+        """What was read since the last event, in case it is no call after all."""
+
+    def _read(self, count: int) -> str:
+        """Take characters that are there."""
+        text, self._text = self._text[:count], self._text[count:]
+        self._taken.append(text)
+        return text
+
+    def _next(self) -> Generator[None, None, str]:
+        """The next character that is no blank, still to be read; empty at the end."""
+        while not (rest := self._text.lstrip()):
+            if self._over:
+                self._read(len(self._text))
+                return ""
+            yield
+        self._read(len(self._text) - len(rest))
+        return rest[0]
+
+    def _string(self) -> Generator[None, None, str]:
+        """A string, decoded."""
+        while (found := _STRING.match(self._text)) is None:
+            if self._over or not self._text.startswith('"'):
+                raise Malformed
+            yield
+        try:
+            return str(json.loads(self._read(found.end()), strict=False))
+        except ValueError:
+            raise Malformed from None
+
+    def _value(self, give: Callable[[str], None] | None = None) -> Generator[None, None, str]:
+        """Any value, as it is written; ``give`` gets it in pieces as they come."""
+        parts: list[str] = []
+        scan = ValueScanner()
+        while True:
+            end = scan.end_in(self._text)
+            part = self._read(len(self._text) if end is None else end)
+            parts.append(part)
+            if give is not None:
+                give(part)
+            if scan.wrong or (self._over and end is None) or not (end is None or any(parts)):
+                raise Malformed
+            if end is not None:
+                return "".join(parts)
+            yield
 
 
 def unpacked(value: str) -> str:

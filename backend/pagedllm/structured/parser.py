@@ -8,7 +8,6 @@ model wrote.
 
 from __future__ import annotations
 
-import json
 import re
 from typing import TYPE_CHECKING
 
@@ -24,7 +23,8 @@ from pagedllm.structured.messages import (
 )
 from pagedllm.structured.notation import (
     ARGUMENT_KEYS,
-    ValueScanner,
+    Malformed,
+    TextReader,
     json_calls,
     python_calls,
     unpacked,
@@ -38,18 +38,13 @@ _BLANKS = 2
 """Before a ``<think>``; more are content, so that an answer of blanks is not held back."""
 _NAME_KEYS = ("name", "function")
 _NAMED_CALL = re.compile(r"\s*([\w.\-]+)\s*(?:\[ARGS\])?\s*(?=\{)")
-_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _PYTHON_LIST = re.compile(r"\[\s*(?:[A-Za-z_][\w.]*\s*(?:\(|$)|$)")
 _FENCED = re.compile(r"\s*```([a-z_]*)[ \t]*\n(.*?)```[ \t]*\n?", re.DOTALL)
 _FENCE_OPENING = re.compile(r"\s*(?:`{1,3}|```[a-z_]*[ \t]*)$")
 _FENCE_OPEN = re.compile(r"\s*```(?:tool_code|tool_call|json|python)?[ \t]*\n")
 
 
-class _Malformed(Exception):
-    """The text is no call after all."""
-
-
-class OutputParser:
+class OutputParser(TextReader):
     """Feed it text; it gives events.
 
     Args:
@@ -75,14 +70,10 @@ class OutputParser:
         self._reasoning = reasoning
         self._thinking = thinking
         self._new_id = new_id
-        self._text = ""
-        """What came and is not given out yet."""
-        self._over = False
+        super().__init__()
         self._num_calls = 0
         self._calling = False
         """Whether a call has begun and is not complete."""
-        self._taken: list[str] = []
-        """What was read since the last event, in case it is no call after all."""
         self._events: list[Event] = []
         self._work = self._run()
 
@@ -221,7 +212,7 @@ class OutputParser:
             else:
                 yield from self._named_call()
             yield from self._next()
-        except _Malformed:
+        except Malformed:
             if not self._calling:
                 self._say("".join(self._taken))
                 self._taken.clear()
@@ -256,7 +247,7 @@ class OutputParser:
                 if start.startswith(_PYTHON_TAG):
                     self._read(len(_PYTHON_TAG))
                 yield from self._bare_calls()
-            except _Malformed:
+            except Malformed:
                 if not self._calling:
                     self._text = "".join(self._taken) + self._text
                 else:
@@ -276,7 +267,7 @@ class OutputParser:
             while (mark := (yield from self._next())) in (";", ","):
                 self._read(1)
         if not self._num_calls:
-            raise _Malformed
+            raise Malformed
 
     def _list(self, known_only: bool = False) -> Generator[None]:
         """``[call, call]``."""
@@ -286,7 +277,7 @@ class OutputParser:
             yield from self._object(known_only)
             mark = yield from self._next()
             if mark not in (",", "]"):
-                raise _Malformed
+                raise Malformed
             self._read(1)
             if mark == "]":
                 return
@@ -295,7 +286,7 @@ class OutputParser:
         """``name[ARGS]{...}``, or ``name{...}``."""
         while (found := _NAMED_CALL.match(self._text)) is None:
             if self._over or not re.fullmatch(r"\s*[\w.\-]{0,256}\s*(\[A?R?G?S?\]?)?", self._text):
-                raise _Malformed
+                raise Malformed
             yield
         self._read(found.end())
         yield from self._arguments(self._begin_call(found[1]))
@@ -304,7 +295,7 @@ class OutputParser:
     def _object(self, known_only: bool = False) -> Generator[None]:
         """``{"name": ..., "arguments": {...}}``, its keys in any order."""
         if (yield from self._next()) != "{":
-            raise _Malformed
+            raise Malformed
         self._read(1)
         index: int | None = None
         early = ""  # arguments that came before the name
@@ -315,13 +306,13 @@ class OutputParser:
                 continue
             key = yield from self._string()
             if (yield from self._next()) != ":":
-                raise _Malformed
+                raise Malformed
             self._read(1)
             mark = yield from self._next()
             if key in _NAME_KEYS and index is None and mark == '"':
                 name = yield from self._string()
                 if not name or (known_only and self._tools is not None and name not in self._tools):
-                    raise _Malformed
+                    raise Malformed
                 index = self._begin_call(name)
             elif key in ARGUMENT_KEYS and index is not None:
                 argued = True
@@ -331,7 +322,7 @@ class OutputParser:
             else:
                 yield from self._value()
         if index is None:
-            raise _Malformed
+            raise Malformed
         if not argued:
             self._argue(index, early or "{}")
         self._read(1)
@@ -344,51 +335,6 @@ class OutputParser:
             self._argue(index, unpacked((yield from self._value())))
         else:
             yield from self._value(lambda text: self._argue(index, text))
-
-    # -- reading JSON ------------------------------------------------------------------------
-
-    def _read(self, count: int) -> str:
-        """Take characters that are there."""
-        text, self._text = self._text[:count], self._text[count:]
-        self._taken.append(text)
-        return text
-
-    def _next(self) -> Generator[None, None, str]:
-        """The next character that is no blank, still to be read; empty at the end."""
-        while not (rest := self._text.lstrip()):
-            if self._over:
-                self._read(len(self._text))
-                return ""
-            yield
-        self._read(len(self._text) - len(rest))
-        return rest[0]
-
-    def _string(self) -> Generator[None, None, str]:
-        """A string, decoded."""
-        while (found := _STRING.match(self._text)) is None:
-            if self._over or not self._text.startswith('"'):
-                raise _Malformed
-            yield
-        try:
-            return str(json.loads(self._read(found.end()), strict=False))
-        except ValueError:
-            raise _Malformed from None
-
-    def _value(self, give: Callable[[str], None] | None = None) -> Generator[None, None, str]:
-        """Any value, as it is written; ``give`` gets it in pieces as they come."""
-        parts: list[str] = []
-        scan = ValueScanner()
-        while True:
-            end = scan.end_in(self._text)
-            part = self._read(len(self._text) if end is None else end)
-            parts.append(part)
-            if give is not None:
-                give(part)
-            if scan.wrong or (self._over and end is None) or not (end is None or any(parts)):
-                raise _Malformed
-            if end is not None:
-                return "".join(parts)
-            yield
 
     # -- calls in Python's notation, and fenced ones ----------------------------------------
 
