@@ -22,7 +22,7 @@ from starlette.staticfiles import StaticFiles
 import pagedllm
 from pagedllm import PagedLLMError
 from pagedllm_server import tgi
-from pagedllm_server.errors import ApiError, from_engine, from_pydantic
+from pagedllm_server.errors import ApiError, from_engine, from_pydantic, invalid
 from pagedllm_server.gate import Gate
 from pagedllm_server.openai_common import NAMES
 from pagedllm_server.routes import add_routes
@@ -123,6 +123,7 @@ def create_app(service: Service, metrics: Metrics, options: ServerOptions) -> Fa
         _add_plugin_routes(app, server, options.routes)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(RecursionError, _too_deep)
     for kind in (ApiError, PagedLLMError):
         app.add_exception_handler(kind, _known)
     if options.cors_allow_origin:
@@ -174,6 +175,12 @@ def _reply(request: Request, error: ApiError) -> JSONResponse:
 async def _known(request: Request, error: Exception) -> Response:
     native = not request.url.path.startswith("/v1/")
     return _reply(request, from_engine(error, tgi.NAMES if native else NAMES))
+
+
+async def _too_deep(request: Request, error: Exception) -> Response:
+    """Whatever it was that walked through a body: a template, a schema, an encoder."""
+    del error
+    return _reply(request, invalid("something in the body is nested too deeply"))
 
 
 async def _invalid(request: Request, error: Exception) -> Response:

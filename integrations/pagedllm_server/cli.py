@@ -116,6 +116,9 @@ def parse(argv: Sequence[str], environment: Any = None) -> tuple[Config, ServerO
         flags.setdefault("quantization", "fp8")
     given = {**_typed(outside), **file_engine, **_typed(flags)}
     config = Config.from_cli(namespace, **given)
+    tokens = given.get("num_pages") if "num_pages" in {**outside, **flags} else None
+    if tokens is not None and config.num_pages == tokens:  # TGI's name counts tokens
+        config = config.replace(num_pages=-(-tokens // config.page_size))
     options = server_options(namespace, file_server, environment)
     notes = [f"the environment variable {name} has no meaning here" for name in ignored]
     return config, options, notes

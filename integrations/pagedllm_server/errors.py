@@ -24,6 +24,10 @@ OPENAI_TYPES = {
 }
 
 
+LONGEST = 500
+"""Characters of a message."""
+
+
 class ApiError(Exception):
     """An answer that is an error.
 
@@ -112,6 +116,8 @@ def from_engine(error: Exception, names: Mapping[str, str] | None = None) -> Api
     if isinstance(error, ApiError):
         return error
     text = " ".join(str(error).split())
+    if len(text) > LONGEST:  # it quotes what it is about
+        text = f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"
     if isinstance(error, ValidationError):
         param = error.parameter
         if names and param is not None and param in names:

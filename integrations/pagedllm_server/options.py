@@ -147,8 +147,10 @@ LAUNCHER = {
     "max_batch_prefill_tokens": "max_num_batched_tokens",
     "max_batch_size": "max_batch_size",
     "cuda_memory_fraction": "gpu_memory_utilization",
+    "max_batch_total_tokens": "num_pages",
 }
-"""Names of TGI's launcher, and the engine's settings that they mean."""
+"""Names of TGI's launcher, and the engine's settings that they mean; the last counts tokens,
+and its setting the pages that they fill."""
 
 MEANINGLESS = {
     "sharded": "num_shard alone says how many devices share the model",
@@ -157,7 +159,6 @@ MEANINGLESS = {
     "otlp_endpoint": "traces are not exported; /metrics has the times",
     "tokenizer_config_path": "use --tokenizer or --chat-template",
     "validation_workers": "the server decides by itself",
-    "max_batch_total_tokens": "the memory decides; --kv-cache-memory or --num-pages set it",
 }
 """Names of TGI's launcher that have no counterpart, and why."""
 

@@ -19,7 +19,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pagedllm import AsyncLLM, EngineError, PagedLLMError, SamplingParams
-from pagedllm_server.errors import invalid, not_ready, overloaded, timed_out, unsupported
+from pagedllm_server.errors import (
+    invalid,
+    not_ready,
+    overloaded,
+    shortened,
+    timed_out,
+    unsupported,
+)
 from pagedllm_server.logs import new_id
 
 if TYPE_CHECKING:
@@ -273,7 +280,13 @@ class Service:
 
         started = time.monotonic()
         heavy = size >= LONG_TEXT or params.structured_output is not None
-        request = await asyncio.to_thread(prepare) if heavy else prepare()
+        try:
+            request = await asyncio.to_thread(prepare) if heavy else prepare()
+        except (ValueError, TypeError, OverflowError) as error:
+            # A schema may hold what its compiler never thought of, such as numbers of any size.
+            if isinstance(error, PagedLLMError) or params.structured_output is None:
+                raise
+            raise invalid(f"the constraint cannot be used: {shortened(str(error))}") from error
         timeout = limits.timeout if limits.timeout is not None else self.options.timeout
         return Run(self, llm, request, timeout, started)
 

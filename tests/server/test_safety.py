@@ -131,6 +131,51 @@ def test_wrong_parameters_are_named(http, field, value):
     assert field in answer.json()["error"]
 
 
+def deep(depth):
+    schema = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
+LOOP = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
+CHAIN = {"type": "object", "properties": {"next": {"$ref": "#"}}, "required": ["next"]}
+GRAMMARS = {
+    "catastrophic": ("regex", "(a+)+$"),
+    "repeated": ("regex", "((a{1,1000}){1,1000}){1,1000}"),
+    "groups": ("regex", "(" * 5000 + "a" + ")" * 5000),
+    "look-ahead": ("regex", "(?=a)b"),
+    "bad range": ("regex", "[z-a]"),
+    "long": ("regex", "x" * 200_000),
+    "itself": ("json", {"$ref": "#"}),
+    "loop": ("json", LOOP),
+    "endless": ("json", CHAIN),
+    "large": ("json", {"enum": [f"value {i}" for i in range(30_000)]}),
+    "pattern": ("json", {"type": "string", "pattern": "(x+x+)+y"}),
+    "many items": ("json", {"type": "array", "minItems": 10**9, "items": {"type": "integer"}}),
+    "big numbers": ("json", {"type": "integer", "minimum": 10**40, "maximum": 10**40 + 1}),
+    "elsewhere": ("json", {"$ref": "https://example.com/schema.json"}),
+    "deep": ("json", deep(40)),
+    "too deep": ("json", deep(450)),
+    "text": ("json", "not a schema"),
+    "a number": ("json", 7),
+}
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_grammars_that_cost_too_much_are_refused_in_time(http, name):
+    kind, value = GRAMMARS[name]
+    body = {"inputs": "A", "parameters": {"max_new_tokens": 3, "timeout": 20.0}}
+    body["parameters"]["grammar"] = {"type": kind, "value": value}
+    begin = time.monotonic()
+    answer = http.post("/generate", json=body)
+    assert answer.status_code in (200, 422, 424), answer.text
+    if answer.status_code != 200:
+        assert answer.json()["error"]
+        assert len(answer.json()["error"]) < 600
+    assert time.monotonic() - begin < 30
+
+
 @pytest.mark.parametrize("seed", [random.randrange(2**32)])
 def test_random_bytes_get_answers(http, seed):
     print("seed:", seed)

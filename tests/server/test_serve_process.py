@@ -45,7 +45,7 @@ pagedllm_preemptions_total pagedllm_step_seconds_count pagedllm_batch_size_count
 FROM_TGI = """
 --model-id m --num-shard 1 --max-total-tokens 100 --hostname ::1 --json-output
 --max-batch-prefill-tokens 512 --cuda-memory-fraction 0.5 --api-key a,b
---graceful-termination-timeout 5
+--graceful-termination-timeout 5 --max-batch-total-tokens 1601
 """
 FROM_VLLM = """
 m --max-num-batched-tokens 512 --max-batch-size 3 --force-max-tokens 9 --batch-timeout-ms 2.5
@@ -253,6 +253,7 @@ def test_flags_of_seeds_vllm_and_tgi_mean_the_same():
     config, options, notes = parse(FROM_TGI.split(), {})
     assert (config.model, config.max_model_len, config.max_num_batched_tokens) == ("m", 100, 512)
     assert config.gpu_memory_utilization == 0.5
+    assert config.num_pages == 101  # of 16 tokens
     assert (options.host, options.graceful_timeout, options.json_logs) == ("::1", 5.0, True)
     assert options.keys() == ("a", "b")
     assert notes == []
