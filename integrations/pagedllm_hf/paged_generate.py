@@ -44,6 +44,7 @@ class Run:
 
     model: PreTrainedModel
     llm: LLM
+    begun: bool = False
     mask: torch.Tensor | None = None
     """int64 or bool [B, L]; None when there is no padding."""
     limit: int = 0
@@ -175,10 +176,17 @@ class _Twin:
         # Classifier-free guidance keeps the model it is given and calls it: the real one.
         return self._pagedllm().model._get_logits_processor(*args, **kwargs)
 
+    def heal_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        # It generates, too: a call of its own, which this one's rows must not take part in.
+        return self._pagedllm().model.heal_tokens(*args, **kwargs)
+
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *rest: Any
     ) -> None:
         run = self._pagedllm()
+        if run.begun:
+            raise CannotRun("its model class calls generate within generate")
+        run.begun = True
         run.check(generation_config, model_kwargs)
         model_kwargs.pop("position_ids", None)
         model_kwargs[cache_name()] = PagedCache(run)

@@ -46,6 +46,18 @@ def test_text_generation_pipeline(folder: Any) -> None:
         assert handle.llm.stats().generated_tokens > 100
 
 
+def test_token_healing_generates_within_generate(folder: Any) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    texts = ["The link is https:", "An example of a simp"]
+    inputs = tokenizer(texts, return_tensors="pt", padding=True)
+    call = {**inputs, "token_healing": True, "tokenizer": tokenizer, "max_new_tokens": 6}
+    expected = model.generate(**call)
+    with pagedllm.accelerate(model, strict=True, num_pages=256):
+        assert torch.equal(model.generate(**call), expected)
+
+
 def test_lm_eval(folder: Any) -> None:
     reason = "lm-eval brings thirty distributions and is no part of the development environment"
     pytest.importorskip("lm_eval", reason=reason)
