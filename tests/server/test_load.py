@@ -37,33 +37,40 @@ def client_class():
     return module.Client
 
 
-@pytest.mark.parametrize("engine", ["thread", "process"])
-def test_256_streams_at_once_are_all_answered_whole(tiny_with_text, client_class, engine):
-    with serving(tiny_with_text, "--engine", engine) as server:
-        client = client_class(server.url)
+def ask_256(server, client_class):
+    client = client_class(server.url)
+    before = server.stats()["generated_tokens"]
 
-        async def everyone():
-            bodies = [
-                {"prompt": [index, 7, 9], "max_tokens": 12, "ignore_eos": True, "temperature": 0}
-                for index in range(256)
-            ]
-            return await asyncio.gather(*map(client.complete, bodies))
+    async def everyone():
+        bodies = [
+            {"prompt": [index, 7, 9], "max_tokens": 12, "ignore_eos": True, "temperature": 0}
+            for index in range(256)
+        ]
+        return await asyncio.gather(*map(client.complete, bodies))
 
-        results = asyncio.run(everyone())
-        assert [r.error for r in results if not r.good] == []
-        assert all(1 <= r.tokens <= 13 for r in results)
-        wait_until(server.is_idle)
-        assert server.stats()["generated_tokens"] == 256 * 12
+    results = asyncio.run(everyone())
+    assert [r.error for r in results if not r.good] == []
+    assert all(1 <= r.tokens <= 13 for r in results)
+    wait_until(server.is_idle)
+    assert server.stats()["generated_tokens"] - before == 256 * 12
+
+
+def test_256_streams_at_once_are_all_answered_whole(server, client_class):
+    ask_256(server, client_class)
+
+
+def test_256_streams_of_an_engine_in_its_own_process(tiny_with_text, client_class):
+    with serving(tiny_with_text, "--engine", "process") as other:
+        ask_256(other, client_class)
 
 
 @pytest.mark.parametrize("arrivals", ["poisson", "bursty"])
-def test_the_load_generator_measures(tiny_with_text, tmp_path, arrivals):
-    with serving(tiny_with_text) as server:
-        picture = tmp_path / "latencies.png"
-        status, [found] = benchmark(
-            "load", "--url", server.url, "--rate", 20, "--requests", 24, "--arrivals", arrivals,
-            "--output-len", 8, "--ttft-target", 10, "--plot", picture,
-        )  # fmt: skip
+def test_the_load_generator_measures(server, tmp_path, arrivals):
+    picture = tmp_path / "latencies.png"
+    status, [found] = benchmark(
+        "load", "--url", server.url, "--rate", 20, "--requests", 24, "--arrivals", arrivals,
+        "--output-len", 8, "--ttft-target", 10, "--plot", picture,
+    )  # fmt: skip
     assert status == 0
     assert found["completed"] == 24
     assert found["goodput"] == 1.0

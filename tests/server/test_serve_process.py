@@ -211,7 +211,26 @@ def test_what_does_not_finish_in_time_gets_an_error(tiny_with_text):
     assert time.monotonic() - begin < 60  # and not the usual 90
 
 
-def test_https_origins_and_a_proxy_path(tiny_with_text, tmp_path):
+def install_routes(folder):
+    """A distribution whose plugin has a group of routes."""
+    (folder / "house_routes.py").write_text(
+        "from pagedllm import hookimpl\n"
+        "@hookimpl\n"
+        "def pagedllm_server_routes():\n"
+        "    return {'house': 'house_routes:add'}\n"
+        "def add(app, service):\n"
+        "    @app.get('/house')\n"
+        "    async def house() -> dict[str, str]:\n"
+        "        return {'device': service.llm.model_info.device}\n"
+    )
+    about = folder / "house_routes-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: house-routes\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[pagedllm]\nhouse = house_routes\n")
+    return {"PYTHONPATH": str(folder)}
+
+
+def test_https_origins_a_proxy_path_and_routes_of_plugins(tiny_with_text, tmp_path):
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
     make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost"]
     subprocess.run(
@@ -221,12 +240,14 @@ def test_https_origins_and_a_proxy_path(tiny_with_text, tmp_path):
     )
     flags = ("--ssl-certfile", certificate, "--ssl-keyfile", key, "--root-path", "/llm")
     origin = {"Origin": "https://page.example"}
-    with serving(tiny_with_text, *flags, "--cors-allow-origin", origin["Origin"]) as running:
+    flags += ("--routes", "house", "--cors-allow-origin", origin["Origin"])
+    with serving(tiny_with_text, *flags, env=install_routes(tmp_path)) as running:
         assert running.url.startswith("https://")
         context = ssl.create_default_context(cafile=certificate)
         with httpx.Client(base_url=running.url, verify=context, timeout=60) as http:
             answer = http.get("/info", headers=origin)
             assert answer.headers["access-control-allow-origin"] == origin["Origin"]
+            assert http.get("/house").json() == {"device": "cpu"}
             other = http.get("/info", headers={"Origin": "https://other.example"})
             assert "access-control-allow-origin" not in other.headers
             for path in ("/v1/completions", "/llm/v1/completions"):
