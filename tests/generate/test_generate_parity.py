@@ -96,14 +96,20 @@ FULL = {"return_dict_in_generate": True, "output_scores": True, "output_logits":
 
 
 @pytest.mark.parametrize("name", GREEDY)
-@pytest.mark.parametrize("returned", ["tokens", "everything"])
-def test_greedy(pair: Pair, name: str, returned: str) -> None:
-    settings = {"max_new_tokens": 10, **GREEDY[name]}
+def test_greedy(pair: Pair, name: str) -> None:
+    pair.compare(lambda: {**pair.prompts(), **_greedy(name)})
+
+
+@pytest.mark.parametrize("name", GREEDY)
+def test_greedy_with_scores_and_logits(llama: Pair, name: str) -> None:
+    llama.compare(lambda: {**llama.prompts(), **_greedy(name), **FULL})
+
+
+def _greedy(name: str) -> dict[str, Any]:
+    settings = {"max_new_tokens": 10, "do_sample": False, **GREEDY[name]}
     if "generation_config" in settings:
         del settings["max_new_tokens"]
-    if returned == "everything":
-        settings |= FULL
-    pair.compare(lambda: {**pair.prompts(), "do_sample": False, **settings})
+    return settings
 
 
 @pytest.mark.parametrize("name", WARPED)

@@ -15,7 +15,7 @@ from generate_pairs import PAD, build
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-ROWS = 4000
+ROWS = 2000
 
 
 def _probabilities(model: PreTrainedModel, ids: torch.Tensor, **settings: Any) -> torch.Tensor:

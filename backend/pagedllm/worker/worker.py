@@ -79,8 +79,8 @@ class Worker:
         self._cache = ()
         self._slots = []
         del self._model, self._sampler
-        gc.collect()
         if torch.cuda.is_available():
+            gc.collect()
             torch.cuda.empty_cache()
 
     def _apply(self, step: ScheduleStep) -> None:
