@@ -30,6 +30,7 @@ from pagedllm_kernels.numba_cpu.simd import (
     copy,
     fetch_add,
     field,
+    fma,
     get,
     hmax,
     hsum,
@@ -251,7 +252,14 @@ def attend(op: int, job: int, number: int, scratch: int, atag: Any) -> None:
     per_block = field(op, at.A_PER_BLOCK)
     last = field(task, at.T_LAST)
     for page in range(field(task, at.T_FIRST), last, per_block):
-        _block(op, job, task, page, min(per_block, last - page), rows, sums, stats, work, atag)
+        pages = min(per_block, last - page)
+        following = task
+        if page + pages == last:
+            more = number + 1 < field(via(job, op, at.A_TASKS_AT), 0)
+            following = task + at.TASK * 8 if more else 0
+        next_page = page + pages if following == task else field(task + at.TASK * 8, at.T_FIRST)
+        _block(op, job, task, page, pages, following, next_page, rows, sums, stats, work,
+               atag)  # fmt: skip
     if parts == 1:
         _store(op, job, task, sums, stats, rows, group, width, atag)
         return
@@ -281,28 +289,27 @@ def _start(op: int, task: int, sums: int, stats: int, rows: int, group: int, wid
 
 @jit
 def _block(
-    op: int, job: int, task: int, page: int, pages: int, rows: int, sums: int, stats: int,
-    work: int, atag: Any,
+    op: int, job: int, task: int, page: int, pages: int, following: int, following_page: int,
+    rows: int, sums: int, stats: int, work: int, atag: Any,
 ) -> None:  # fmt: skip
-    """Attend to ``pages`` pages from ``page`` on."""
+    """Attend to ``pages`` pages from ``page`` on; fetch the first of what follows meanwhile."""
     page_size = field(job, at.PAGE_SIZE)
     slots = field(op, at.A_SLOTS)
     per_page = slots // LANES
     vectors = pages * per_page
     groups = (vectors + 3) // 4
-    # Addresses: keys by vector, what to prefetch by group of four, values by page.
+    # Addresses: keys by vector, values by page, each followed by four to fetch at its end.
     keys = work
-    ahead = keys + (groups + 1) * 32
-    values = ahead + groups * 64
-    scores = round_up(values + pages * 8, at.LINE)
+    values = keys + (groups + 1) * 32
+    scores = round_up(values + (pages + 4) * 8, at.LINE)
     stride = groups * 4 * LANES * 4
-    _addresses(op, job, task, page, pages, keys, ahead, values, atag)
-    _scores(op, job, task, rows, groups, keys, ahead, scores, stride, atag)
+    _addresses(op, job, task, page, pages, following, following_page, keys, values)
+    _scores(op, job, task, rows, groups, keys, scores, stride, atag)
     group = field(op, at.A_GROUP)
     for row in range(rows):
         first = field(task, at.T_ROW) + row // group
         low, high = _keys(op, job, field(task, at.T_SEQ), first, 1)
-        _softmax(op, scores + row * stride, vectors, per_page, page_size, low - page * page_size,
+        _softmax(op, scores + row * stride, pages, per_page, page_size, low - page * page_size,
                  high - page * page_size, stats + row * 2 * at.LINE,
                  sums + row * field(op, at.A_WIDTH), atag)  # fmt: skip
     context = load32(field(job, at.CONTEXT_LENS) + 4 * field(task, at.T_SEQ))
@@ -318,41 +325,52 @@ def _block(
 
 
 @jit
-def _addresses(
-    op: int, job: int, task: int, page: int, pages: int, keys: int, ahead: int, values: int,
-    atag: Any,
-) -> None:  # fmt: skip
-    slots = field(op, at.A_SLOTS)
-    per_page = slots // LANES
+def _place(op: int, job: int, task: int, page: int) -> int:
+    """Return which head of which page a task's page is, counted over all pages."""
     table = field(job, at.PAGE_TABLE)
     table += 4 * (field(task, at.T_SEQ) * field(job, at.PAGE_TABLE_WIDTH) + page)
-    key_size, value_size = field(op, at.A_KEY_BYTES), field(op, at.A_VALUE_BYTES)
+    return load32(table) * field(op, at.A_KV_HEADS) + field(task, at.T_HEAD)
+
+
+@jit
+def _addresses(
+    op: int, job: int, task: int, page: int, pages: int, following: int, following_page: int,
+    keys: int, values: int,
+) -> None:  # fmt: skip
+    """List a block's keys, then the first values; its values, then the first keys to follow."""
+    per_page = field(op, at.A_SLOTS) // LANES
     vectors = pages * per_page
-    groups = (vectors + 3) // 4
+    value_size, key_size = field(op, at.A_VALUE_BYTES), field(op, at.A_KEY_BYTES)
     for i in range(pages):
-        place = load32(table + 4 * i) * field(op, at.A_KV_HEADS) + field(task, at.T_HEAD)
-        value = field(op, at.A_VALUES) + place * value_size
-        store64(value, values + 8 * i)
+        place = _place(op, job, task, page + i)
+        store64(field(op, at.A_VALUES) + place * value_size, values + 8 * i)
+        key = field(op, at.A_KEYS) + place * key_size
         for j in range(per_page):
-            vector = i * per_page + j
-            store64(field(op, at.A_KEYS) + place * key_size + j * at.LINE, keys + 8 * vector)
-            # A group of keys fetches its own values, and below the next group's keys.
-            store64(value + j * value_size // per_page,
-                    ahead + 64 * (vector // 4) + 32 + 8 * (vector % 4))  # fmt: skip
-    for vector in range(vectors, (groups + 1) * 4):
+            store64(key + j * at.LINE, keys + 8 * (i * per_page + j))
+    for vector in range(vectors, round_up(vectors, 4)):
         store64(load64(keys + 8 * (vectors - 1)), keys + 8 * vector)
-    for vector in range(vectors, groups * 4):
-        store64(load64(keys), ahead + 64 * (vector // 4) + 32 + 8 * (vector % 4))
-    for i in range(groups):
-        copy(ahead + 64 * i, keys + 32 * (i + 1), 32)
+    for i in range(4):
+        value = load64(values + 8 * min(i // per_page, pages - 1))
+        value += i % per_page * (value_size // per_page)
+        store64(value, keys + 8 * (round_up(vectors, 4) + i))
+        key = load64(keys)
+        if following:
+            last = field(following, at.T_LAST) - 1
+            place = _place(op, job, following, min(following_page + i // per_page, last))
+            key = field(op, at.A_KEYS) + place * key_size + i % per_page * at.LINE
+        store64(key, values + 8 * (pages + i))
 
 
 @jit
 def _scores(
-    op: int, job: int, task: int, rows: int, groups: int, keys: int, ahead: int, scores: int,
-    stride: int, atag: Any,
+    op: int, job: int, task: int, rows: int, groups: int, keys: int, scores: int, stride: int,
+    atag: Any,
 ) -> None:  # fmt: skip
-    """Queries times keys, float32 [rows, groups * 64], neither scaled nor masked."""
+    """Queries times keys, float32 [rows, groups * 64], neither scaled nor masked.
+
+    The first rows fetch, line by line, what the next group of keys reads: a processor drops
+    prefetches that come faster than memory answers.
+    """
     units = field(op, at.A_UNITS)
     row_bytes = units * 4
     group = field(op, at.A_GROUP)
@@ -360,48 +378,69 @@ def _scores(
     query = via(job, op, at.A_QUERY_AT) + start * group * row_bytes
     step = field(op, at.A_SLOTS) * 4
     for g in range(groups):
-        b, fetch, out = keys + 32 * g, ahead + 64 * g, scores + g * 4 * at.LINE
+        b, out = keys + 32 * g, scores + g * 4 * at.LINE
         row = 0
         while row < rows:
             a, c, left = query + row * row_bytes, out + row * stride, rows - row
             if not WIDE:
-                row += _scores_narrow(a, row_bytes, b, step, units, c, stride, fetch, left, atag)
+                row += _scores_narrow(a, row_bytes, b, step, units, c, stride, left, atag)
+            elif row == 0:
+                row = _scores_first(a, row_bytes, b, step, units, c, stride, left, atag)
             elif left >= 6:
-                outer(6, 4, 4, atag, a, row_bytes, 5, b, step, units, c, stride, fetch)
+                outer(6, 4, 0, atag, a, row_bytes, 5, b, step, units, c, stride, 0)
                 row += 6
             elif left >= 4:
-                outer(4, 4, 8, atag, a, row_bytes, 3, b, step, units, c, stride, fetch)
+                outer(4, 4, 0, atag, a, row_bytes, 3, b, step, units, c, stride, 0)
                 row += 4
-            elif left == 3:
-                outer(3, 4, 8, atag, a, row_bytes, 2, b, step, units, c, stride, fetch)
-                row += 3
-            elif left == 2:
-                outer(2, 4, 8, atag, a, row_bytes, 1, b, step, units, c, stride, fetch)
+            elif left >= 2:
+                outer(2, 4, 0, atag, a, row_bytes, 1, b, step, units, c, stride, 0)
                 row += 2
             else:
-                outer(1, 4, 8, atag, a, row_bytes, 0, b, step, units, c, stride, fetch)
+                outer(1, 4, 0, atag, a, row_bytes, 0, b, step, units, c, stride, 0)
                 row += 1
 
 
 @jit
+def _scores_first(
+    a: int, row_bytes: int, b: int, step: int, units: int, c: int, stride: int, left: int,
+    atag: Any,
+) -> int:  # fmt: skip
+    """Run a tile of scores that fetches the next group of keys; return its rows."""
+    if left >= 6:
+        outer(6, 4, 4, atag, a, row_bytes, 5, b, step, units, c, stride, b + 32)
+        return 6
+    if left >= 4:
+        outer(4, 4, 4, atag, a, row_bytes, 3, b, step, units, c, stride, b + 32)
+        return 4
+    if left == 3:
+        outer(3, 4, 4, atag, a, row_bytes, 2, b, step, units, c, stride, b + 32)
+        return 3
+    if left == 2:
+        outer(2, 4, 4, atag, a, row_bytes, 1, b, step, units, c, stride, b + 32)
+        return 2
+    outer(1, 4, 4, atag, a, row_bytes, 0, b, step, units, c, stride, b + 32)
+    return 1
+
+
+@jit
 def _scores_narrow(
-    a: int, row_bytes: int, b: int, step: int, units: int, c: int, stride: int, fetch: int,
-    left: int, atag: Any,
+    a: int, row_bytes: int, b: int, step: int, units: int, c: int, stride: int, left: int,
+    atag: Any,
 ) -> int:  # fmt: skip
     """Run a tile of scores within 16 registers; return its rows."""
     for j in range(4):
         if left >= 4:
-            outer(4, 1, 1, atag, a, row_bytes, 3, b + 8 * j, step, units, c + at.LINE * j, stride,
-                  fetch + 8 * j)  # fmt: skip
+            outer(4, 1, 0, atag, a, row_bytes, 3, b + 8 * j, step, units, c + at.LINE * j, stride,
+                  0)  # fmt: skip
         else:
-            outer(1, 1, 1, atag, a, row_bytes, 0, b + 8 * j, step, units, c + at.LINE * j, stride,
-                  fetch + 8 * j)  # fmt: skip
+            outer(1, 1, 0, atag, a, row_bytes, 0, b + 8 * j, step, units, c + at.LINE * j, stride,
+                  0)  # fmt: skip
     return 4 if left >= 4 else 1
 
 
 @jit
 def _softmax(
-    op: int, scores: int, vectors: int, per_page: int, page_size: int, low: int, high: int,
+    op: int, scores: int, pages: int, per_page: int, page_size: int, low: int, high: int,
     stats: int, sums: int, atag: Any,
 ) -> None:  # fmt: skip
     """Turn a row of scores into weights, in place, and scale its sums to the new maximum.
@@ -409,7 +448,7 @@ def _softmax(
     Args:
         op: the operation.
         scores: float32 by vector of 16 keys; becomes weights stored as ``atag``.
-        vectors: number of vectors.
+        pages: number of pages.
         per_page: vectors in a page.
         page_size: keys in a page.
         low: first key that the row sees, counted from the block's first.
@@ -418,46 +457,48 @@ def _softmax(
         sums: the row's weighted values.
         atag: how weights are stored.
     """
-    scale, cap = splat(real(op, at.A_SCALE)), real(op, at.A_CAP)
+    scale, cap = real(op, at.A_SCALE), real(op, at.A_CAP)
     highest = splat(_HIDDEN)
-    for j in range(vectors):
-        x = vload(scores + j * at.LINE, F32) * scale
-        if cap > _ZERO:
-            x = vtanh(x * splat(_ONE / cap)) * splat(cap)
-        first, last = _visible(j, per_page, page_size, low, high)
-        if first > 0 or last < LANES:
-            x = keep_lanes(x, first, last, _HIDDEN)
-        vstore(x, scores + j * at.LINE, F32)
-        highest = vmax(highest, x)
-    old = get(stats, F32)
-    top = hmax(highest)
+    place = scores
+    for page in range(pages):
+        for j in range(0, per_page * LANES, LANES):
+            x = vload(place, F32)
+            if cap > _ZERO:
+                x = vtanh(x * splat(scale / cap)) * splat(cap / scale)
+                vstore(x, place, F32)
+            # Lanes of this vector that hold keys which the row sees.
+            first = low - page * page_size - j
+            last = min(high - page * page_size, page_size) - j
+            if first > 0 or last < LANES:
+                x = keep_lanes(x, first, last, _HIDDEN)
+            highest = vmax(highest, x)
+            place += at.LINE
+    old, top = get(stats, F32), hmax(highest)
+    place = out = scores
     if top < _VISIBLE:
-        for j in range(vectors):
-            vstore(splat(_ZERO), scores + j * LANES * itemsize(atag), atag)
+        for _ in range(pages * per_page):
+            vstore(splat(_ZERO), out, atag)
+            out += LANES * itemsize(atag)
         return
-    top = max(top, old)
+    top = max(top * scale, old)
     total = splat(_ZERO)
-    for j in range(vectors):
-        x = vexp(vload(scores + j * at.LINE, F32) - splat(top))
-        first, last = _visible(j, per_page, page_size, low, high)
-        if first > 0 or last < LANES:
-            x = keep_lanes(x, first, last, _ZERO)
-        total = total + x
-        vstore(x, scores + j * LANES * itemsize(atag), atag)
+    for page in range(pages):
+        for j in range(0, per_page * LANES, LANES):
+            x = vexp(fma(vload(place, F32), splat(scale), splat(-top)))
+            first = low - page * page_size - j
+            last = min(high - page * page_size, page_size) - j
+            if first > 0 or last < LANES:
+                x = keep_lanes(x, first, last, _ZERO)
+            total = total + x
+            vstore(x, out, atag)
+            place += at.LINE
+            out += LANES * itemsize(atag)
     factor = vexp(splat(old - top))
     put(top, stats, F32)
     put(get(stats + at.LINE, F32) * hmax(factor) + hsum(total), stats + at.LINE, F32)
     if old < top:
         for i in range(0, field(op, at.A_WIDTH), at.LINE):
             vstore(vload(sums + i, F32) * factor, sums + i, F32)
-
-
-@jit
-def _visible(j: int, per_page: int, page_size: int, low: int, high: int) -> tuple[int, int]:
-    """First and past the last lane of vector j that hold keys which the row sees."""
-    offset = j % per_page * LANES
-    key = j // per_page * page_size + offset
-    return low - key, min(high - key, page_size - offset, LANES)
 
 
 @jit
@@ -477,57 +518,55 @@ def _values(
         taken = 1
         if WIDE and left >= 4:
             taken = 4
-        elif WIDE and left >= 2:
-            taken = 2
         row = 0
         while row < rows:
             p, c = weights + row * stride, sums + row * width + offset
-            row += _weigh(p, stride, values, pages, units, last, mask, offset, width, c,
-                          rows - row, taken, atag)  # fmt: skip
+            row += _weigh(p, stride, values, pages, units, last, mask, offset, width, c, row, rows,
+                          taken, atag)  # fmt: skip
         offset += taken * at.LINE
 
 
 @jit
 def _weigh(
     p: int, stride: int, values: int, pages: int, units: int, last: int, mask: int, offset: int,
-    width: int, c: int, left: int, vectors: int, atag: Any,
+    width: int, c: int, row: int, rows: int, vectors: int, atag: Any,
 ) -> int:  # fmt: skip
-    """Run one tile of :func:`weigh`; return its rows."""
-    if vectors == 4:
+    """Run one tile of :func:`weigh`, of which the first fetches pages; return its rows."""
+    left = rows - row
+    if vectors == 4 and row == 0:
         if left >= 6:
-            weigh(
-                6, 4, 0, atag, p, stride, values, pages, units, last, mask, offset, width, c, width
-            )
+            weigh(6, 4, 1, atag, p, stride, values, pages, units, last, mask, offset, width, c,
+                  width)  # fmt: skip
             return 6
         if left >= 4:
-            weigh(
-                4, 4, 0, atag, p, stride, values, pages, units, last, mask, offset, width, c, width
-            )
+            weigh(4, 4, 1, atag, p, stride, values, pages, units, last, mask, offset, width, c,
+                  width)  # fmt: skip
             return 4
         if left == 3:
-            weigh(
-                3, 4, 0, atag, p, stride, values, pages, units, last, mask, offset, width, c, width
-            )
+            weigh(3, 4, 1, atag, p, stride, values, pages, units, last, mask, offset, width, c,
+                  width)  # fmt: skip
             return 3
-        if left == 2:
-            weigh(
-                2, 4, 0, atag, p, stride, values, pages, units, last, mask, offset, width, c, width
-            )
-            return 2
-        weigh(1, 4, 0, atag, p, stride, values, pages, units, last, mask, offset, width, c, width)
+        weigh(1, 4, 1, atag, p, stride, values, pages, units, last, mask, offset, width, c,
+              width)  # fmt: skip
         return 1
-    if vectors == 2:
-        if left >= 4:
-            weigh(
-                4, 2, 0, atag, p, stride, values, pages, units, last, mask, offset, width, c, width
-            )
-            return 4
-        weigh(1, 2, 0, atag, p, stride, values, pages, units, last, mask, offset, width, c, width)
+    if vectors == 4:
+        if left >= 6:
+            weigh(6, 4, 0, atag, p, stride, values, pages, units, last, mask, offset, width, c,
+                  width)  # fmt: skip
+            return 6
+        if left >= 2:
+            weigh(2, 4, 0, atag, p, stride, values, pages, units, last, mask, offset, width, c,
+                  width)  # fmt: skip
+            return 2
+        weigh(1, 4, 0, atag, p, stride, values, pages, units, last, mask, offset, width, c,
+              width)  # fmt: skip
         return 1
     if left >= 4:
-        weigh(4, 1, 0, atag, p, stride, values, pages, units, last, mask, offset, width, c, width)
+        weigh(4, 1, 0, atag, p, stride, values, pages, units, last, mask, offset, width, c,
+              width)  # fmt: skip
         return 4
-    weigh(1, 1, 0, atag, p, stride, values, pages, units, last, mask, offset, width, c, width)
+    weigh(1, 1, 0, atag, p, stride, values, pages, units, last, mask, offset, width, c,
+          width)  # fmt: skip
     return 1
 
 

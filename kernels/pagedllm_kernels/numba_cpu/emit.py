@@ -81,6 +81,12 @@ def call(builder: Any, name: str, result: Any, args: list[Any]) -> Any:
     return builder.call(function, args)
 
 
+def prefetch(builder: Any, address: Any, level: int) -> None:
+    """Fetch a cache line into the first (3) or the second (2) level."""
+    hints = [ir.Constant(I32, v) for v in (0, level, 1)]
+    call(builder, "llvm.prefetch.p0", ir.VoidType(), [pointer(builder, address, I8), *hints])
+
+
 def lanes_below(builder: Any, count: Any) -> Any:
     """Return <16 x i1>: lane < the int64 ``count``."""
     lanes = ir.Constant(VI, list(range(LANES)))

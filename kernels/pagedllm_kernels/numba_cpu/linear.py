@@ -40,6 +40,7 @@ from pagedllm_kernels.numba_cpu.simd import (
     F32,
     copy,
     copysign,
+    fetch,
     field,
     fma,
     inner,
@@ -58,6 +59,7 @@ from pagedllm_kernels.numba_cpu.simd import (
 
 WIDE = FEATURES.wide
 
+_START = 1024  # bytes to fetch where a stream of weights will go on
 FEW_BYTES = 24576  # of weights in a task of few rows
 
 _HALF = np.float32(0.5)
@@ -111,11 +113,14 @@ def _linear_few(op: int, job: int, task: int, scratch: int, wtag: Any, atag: Any
     lines = strands(job, rows, wtag)
     for n in range(task * block, min((task + 1) * block, size), BLOCK):
         weight = field(op, at.L_WEIGHT) + n * stride
+        if gated:
+            fetch(weight + size * stride, _START)
         for i in range(0, min(BLOCK, size - n), LANES):
             _dot_rows(
                 op, job, weight + i * stride, size - 1 - n - i, rows * lines, result + 4 * i, wtag
             )
         if gated:
+            fetch(weight + BLOCK * stride, _START)
             weight += size * stride
             for i in range(0, min(BLOCK, size - n), LANES):
                 _dot_rows(op, job, weight + i * stride, size - 1 - n - i, rows * lines,
@@ -181,9 +186,9 @@ def _linear_many(op: int, job: int, task: int, scratch: int, wtag: Any, atag: An
     for m in range(first, min(first + GROUP, rows), PANEL):
         panel_rows = min(PANEL, rows - m)
         for half in range(halves):
-            fetch = following + half * following_far if m == first else 0
+            ahead = following + half * following_far if m == first else 0
             _product(op, job, scratch, weight + half * far, stride, count, m, panel_rows,
-                     half, fetch, wtag)  # fmt: skip
+                     half, ahead, wtag)  # fmt: skip
         finish(op, job, m, panel_rows, n, scratch + RESULT, 1, atag)
 
 
@@ -202,7 +207,6 @@ def _product(
     packed = via(job, op, at.L_PACKED_AT) + m // LANES * units * at.LINE
     for j in range(panels):
         store64(packed + j * units * at.LINE, scratch + LIST + 8 * j)
-    fetch = scratch + LIST + 64
     step = 8
     if WIDE and panels == 1:
         step = 16
@@ -212,22 +216,22 @@ def _product(
         source = weight + i * stride
         # A tile fetches a line per unit, so two of them fetch a block.
         turn = i // step
-        store64(following + turn * units * at.LINE if following and turn < 2 else packed, fetch)
+        ahead = following + turn * units * at.LINE if following and turn < 2 else packed
         last = count - 1 - i
         c = turned + i * PANEL * 4
         if not WIDE:
             for j in range(panels):
                 outer(4, 1, 1, wtag, source, stride, last, scratch + LIST + 8 * j, at.LINE,
-                      units, c + j * 64, PANEL * 4, fetch)  # fmt: skip
+                      units, c + j * 64, PANEL * 4, ahead)  # fmt: skip
         elif panels == 3:
             outer(8, 3, 1, wtag, source, stride, last, scratch + LIST, at.LINE, units, c,
-                  PANEL * 4, fetch)  # fmt: skip
+                  PANEL * 4, ahead)  # fmt: skip
         elif panels == 2:
             outer(8, 2, 1, wtag, source, stride, last, scratch + LIST, at.LINE, units, c,
-                  PANEL * 4, fetch)  # fmt: skip
+                  PANEL * 4, ahead)  # fmt: skip
         else:
             outer(16, 1, 1, wtag, source, stride, last, scratch + LIST, at.LINE, units, c,
-                  PANEL * 4, fetch)  # fmt: skip
+                  PANEL * 4, ahead)  # fmt: skip
     for j in range(panels):
         for i in range(0, BLOCK, LANES):
             transpose(16, 16, 0, F32, turned + i * PANEL * 4 + j * 64, PANEL * 4, 15,

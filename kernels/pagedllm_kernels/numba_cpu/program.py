@@ -105,7 +105,7 @@ class AttentionShape:
         rows = self.tile_queries * self.group
         per_block = max(1, BLOCK_KEYS // page_size)
         groups = -(-per_block * _up(page_size, LANES) // (4 * LANES))
-        lists = (groups + 1) * 32 + groups * 64 + per_block * 8 + at.LINE
+        lists = (groups + 1) * 32 + (per_block + 4) * 8 + at.LINE
         return self.part_bytes + lists + rows * groups * 256 + _up(self.head_dim, LANES) * 4
 
 

@@ -40,13 +40,14 @@ from pagedllm_kernels.numba_cpu.emit import (
     load,
     narrow,
     pointer,
+    prefetch,
     store,
     widen,
 )
 from pagedllm_kernels.numba_cpu.emit import fma as ir_fma
 from pagedllm_kernels.numba_cpu.emit import splat as ir_splat
 from pagedllm_kernels.numba_cpu.features import FEATURES
-from pagedllm_kernels.numba_cpu.layout import LANES
+from pagedllm_kernels.numba_cpu.layout import LANES, LINE
 from pagedllm_kernels.numba_cpu.tiles import ARGUMENTS, TAGS, Tile, attention_tiles, linear_tiles
 
 if TYPE_CHECKING:
@@ -409,6 +410,24 @@ def copy(typingctx: Any, target: Any, source: Any, size: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64), codegen
+
+
+@emits
+def fetch_line(typingctx: Any, address: Any) -> Any:
+    """Fetch a cache line, into the second level."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        prefetch(builder, args[0], 2)
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+@jit
+def fetch(address: int, size: int) -> None:
+    """Fetch ``size`` bytes; more than a few lines at once are dropped by the processor."""
+    for line in range(0, size, LINE):
+        fetch_line(address + line)
 
 
 # --- tiles ------------------------------------------------------------------------------------

@@ -25,7 +25,6 @@ from llvmlite import ir
 from numba import types
 
 from pagedllm_kernels.numba_cpu.emit import (
-    I8,
     I32,
     I64,
     VB,
@@ -39,6 +38,7 @@ from pagedllm_kernels.numba_cpu.emit import (
     lanes_below,
     load,
     pointer,
+    prefetch,
     splat,
     store,
     widen,
@@ -51,14 +51,16 @@ if TYPE_CHECKING:
 
 ARGUMENTS = {
     # C[i, j * 16 + lane] = sum over u of A[i, u] * B_j[u, lane], for i < rows, j < columns.
-    # Rows of A past the last repeat it. The B_j are given by a list of their addresses, and
-    # from each of ``extra`` addresses of another list a line is prefetched per unit.
+    # Rows of A past the last repeat it. The B_j are given by a list of their addresses. Per
+    # unit a cache line is fetched: from ``ahead`` on where ``extra`` is 1, from each of a list
+    # of ``extra`` addresses at ``ahead`` where it is more.
     "outer": (
-        "a", "a_stride", "a_last", "b_list", "b_stride", "units", "c", "c_stride", "ahead_list",
+        "a", "a_stride", "a_last", "b_list", "b_stride", "units", "c", "c_stride", "ahead",
     ),
     # C[i, j * 16 + lane] += sum over u of P[i, u] * V[u, offset / 4 + j * 16 + lane]. V lies in
     # pages: the sum runs over ``units`` of each but the last, and over ``last_units`` of that
-    # one, the last of which is masked: what no token was written to may be anything.
+    # one, the last of which is masked: what no token was written to may be anything. Where
+    # ``extra`` is 1, the page four further in the list is fetched meanwhile.
     "weigh": (
         "p", "p_stride", "page_list", "pages", "units", "last_units", "last_mask", "offset",
         "v_stride", "c", "c_stride",
@@ -95,9 +97,20 @@ TAGS = {types.float32: "f32", types.uint16: "bf16", types.int16: "f16", types.in
 
 # The tiles of one column are for processors with 16 registers of 8 floats.
 _OUTER_LINEAR = ((8, 3, 1), (8, 2, 1), (16, 1, 1), (4, 1, 1))
-_OUTER_ATTEND = ((6, 4, 4), (4, 4, 8), (3, 4, 8), (2, 4, 8), (1, 4, 8), (4, 1, 1), (1, 1, 1))
-_WEIGH = ((6, 4), (4, 4), (3, 4), (2, 4), (1, 4), (4, 2), (1, 2), (4, 1), (1, 1))
+_OUTER_ATTEND = (
+    *((m, 4, 4) for m in (6, 4, 3, 2, 1)),
+    *((m, 4, 0) for m in (6, 4, 2, 1)),
+    *((m, 1, 0) for m in (4, 1)),
+)
+_WEIGH = (
+    *((m, 4, 1) for m in (6, 4, 3, 1)),
+    *((m, 4, 0) for m in (6, 2, 1)),
+    *((m, 1, 0) for m in (4, 1)),
+)
 _INNER = ((16, 1), (8, 2), (4, 4), (2, 8))
+
+
+_AHEAD = 8192  # bytes of weights to fetch ahead: past the page at which the processor stops
 
 
 def linear_tiles(tag: str) -> list[Tile]:
@@ -113,7 +126,7 @@ def attention_tiles(tag: str) -> list[Tile]:
     """Return the tiles that attention with a cache stored as ``tag`` uses."""
     return [
         *(Tile("outer", m, n, tag, extra) for m, n, extra in _OUTER_ATTEND),
-        *(Tile("weigh", m, n, tag) for m, n in _WEIGH),
+        *(Tile("weigh", m, n, tag, extra) for m, n, extra in _WEIGH),
     ]
 
 
@@ -221,11 +234,6 @@ def _listed(builder: Any, address: Any, count: int) -> list[Any]:
     return [load(builder, builder.add(address, index(8 * j)), I64) for j in range(count)]
 
 
-def _prefetch(builder: Any, address: Any, level: int) -> None:
-    hints = [ir.Constant(I32, v) for v in (0, level, 1)]
-    call(builder, "llvm.prefetch.p0", ir.VoidType(), [pointer(builder, address, I8), *hints])
-
-
 # --- bodies ------------------------------------------------------------------------------------
 
 
@@ -233,14 +241,14 @@ def _outer(builder: Any, tile: Tile, args: dict[str, Any]) -> None:
     width = tile.columns
     a_rows = _rows(builder, args["a"], args["a_stride"], tile.rows, args["a_last"])
     b_rows = _listed(builder, args["b_list"], width)
-    ahead = _listed(builder, args["ahead_list"], tile.extra)
+    ahead = [args["ahead"]] if tile.extra == 1 else _listed(builder, args["ahead"], tile.extra)
 
     def body(u: Any, sums: list[Any]) -> list[Any]:
         offset = builder.mul(u, args["b_stride"])
         units = [load(builder, builder.add(row, offset), VI) for row in b_rows]
         line, step = builder.shl(u, index(6)), builder.shl(u, index(2))
         for address in ahead:
-            _prefetch(builder, builder.add(address, line), 2)
+            prefetch(builder, builder.add(address, line), 2)
         changed = []
         for i, row in enumerate(a_rows):
             unit = splat(builder, load(builder, builder.add(row, step), I32), VI)
@@ -267,9 +275,16 @@ def _weigh(builder: Any, tile: Tile, args: dict[str, Any]) -> None:
         entry = builder.add(args["page_list"], builder.shl(number, index(3)))
         return builder.add(load(builder, entry, I64), args["offset"])
 
+    def fetch(number: Any, u: Any) -> None:
+        page = page_at(builder.add(number, index(4)))
+        line = builder.add(page, builder.mul(u, args["v_stride"]))
+        for j in range(width if tile.extra else 0):
+            prefetch(builder, builder.add(line, index(LINE * j)), 2)
+
     def add_unit(page: Any, number: Any, u: Any, sums: list[Any], mask: Any = None) -> list[Any]:
         source = builder.add(page, builder.mul(u, args["v_stride"]))
         units = [load(builder, builder.add(source, index(LINE * j)), VI) for j in range(width)]
+        fetch(number, u)
         if mask is not None:
             units = [builder.and_(unit, mask) for unit in units]
         step = builder.shl(builder.add(builder.mul(number, args["units"]), u), index(2))
@@ -317,6 +332,8 @@ def _inner(builder: Any, tile: Tile, args: dict[str, Any]) -> None:
             return load(builder, place, VI) if valid is None else _masked(builder, place, valid)
 
         w_units = units(row)
+        if valid is None:
+            prefetch(builder, builder.add(builder.add(row, at), index(_AHEAD)), 2)
         return [_dot(builder, tile.tag, s, units(x), w_units) for s, x in zip(sums, inputs)]
 
     results: list[Any] = []
