@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 from pagedllm.config import Config
 from pagedllm.engine.driven import Room
 from pagedllm.engine.engine import Engine
-from pagedllm.engine.intake import Intake
+from pagedllm.engine.intake import NO_TOKENIZER, Intake
 from pagedllm.engine.loop import EngineLoop
 from pagedllm.engine.remote import RemoteLoop
 from pagedllm.engine.requests import RequestState
 from pagedllm.engine.text import TokenDecoder, load_tokenizer
-from pagedllm.errors import ConfigError
+from pagedllm.errors import ConfigError, ValidationError
 from pagedllm.sampling_params import SamplingParams
 from pagedllm.structured.chat import ChatFormat, PreparedChat, ToolRequest
 
@@ -200,10 +200,12 @@ class Client:
         Raises:
             ValidationError: the tools or messages are malformed, or the template refuses them.
         """
+        if self._tokenizer is None:
+            raise ValidationError(NO_TOKENIZER.format("a chat"))
         request = ToolRequest.of(tools, tool_choice, parallel=parallel_tool_calls)
         template = chat_template or self.config.chat_template
         if template not in self._chat_formats:
-            self._chat_formats[template] = ChatFormat.of(self.tokenizer, template)
+            self._chat_formats[template] = ChatFormat.of(self._tokenizer, template)
         form = self._chat_formats[template]
         prompt = self._intake.chat(
             form.conversation(messages, request),

@@ -50,6 +50,13 @@ _FLOATS = frozenset({"float32", "bfloat16", "float16"})
 
 # The fastest first: the first that can run is taken when the caller names none.
 _ENTRIES: tuple[_Entry, ...] = (
+    _Entry(
+        "numba",
+        "pagedllm_kernels.numba_cpu.attention:NumbaAttention",
+        frozenset({"cpu"}),
+        _FLOATS,
+        ("numba",),
+    ),
     _Entry("reference", "pagedllm_kernels.reference:ReferenceAttention", frozenset(), _FLOATS),
 )
 

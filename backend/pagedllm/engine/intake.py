@@ -115,7 +115,7 @@ class Intake:
     ) -> list[int]:
         """Render a conversation to token ids. Raises ValidationError."""
         if self._tokenizer is None:
-            raise ValidationError(_NO_TOKENIZER.format("a chat"))
+            raise ValidationError(NO_TOKENIZER.format("a chat"))
         with self._lock:
             return text.render_chat(
                 self._tokenizer,
@@ -128,7 +128,7 @@ class Intake:
     def tokenize(self, prompt: str) -> list[int]:
         """Return a text's token ids. Raises ValidationError."""
         if self._tokenizer is None:
-            raise ValidationError(_NO_TOKENIZER.format("a text prompt"), "prompt")
+            raise ValidationError(NO_TOKENIZER.format("a text prompt"), "prompt")
         with self._lock:
             return text.encode_prompt(self._tokenizer, prompt)
 
@@ -198,7 +198,7 @@ class Intake:
         if self._tokenizer is None:
             for name in ("stop", "bad_words"):
                 if getattr(params, name):
-                    raise ValidationError(_NO_TOKENIZER.format(name), name)
+                    raise ValidationError(NO_TOKENIZER.format(name), name)
 
     def _check_length(self, length: int, params: SamplingParams) -> None:
         limit = self._info.max_model_len
@@ -226,7 +226,7 @@ class Intake:
         if spec is None:
             return params
         if self._tokenizer is None:
-            raise ValidationError(_NO_TOKENIZER.format("structured_output"), "structured_output")
+            raise ValidationError(NO_TOKENIZER.format("structured_output"), "structured_output")
         with self._lock:
             if self._grammars is None:
                 self._grammars = GrammarCompiler(self._tokenizer, self._info.vocab_size, self._eos)
@@ -241,7 +241,7 @@ class Intake:
         return tuple(tuple(word) for word in words)
 
 
-_NO_TOKENIZER = (
+NO_TOKENIZER = (
     "{} needs a tokenizer and the engine has none; start it without skip_tokenizer_init, or "
     "pass token ids"
 )

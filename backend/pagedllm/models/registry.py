@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from pagedllm.models.base import PagedModel
+    from pagedllm.models.decoder import NativeModel
     from pagedllm.models.spec import DecoderSpec
     from pagedllm_kernels.types import AttentionBackend
 
@@ -70,7 +71,7 @@ def load_model(
     backend = _attention(attention, place, chosen)
     eos = eos_token_ids(checkpoint)
 
-    def native(spec: DecoderSpec) -> PagedModel:
+    def native(spec: DecoderSpec) -> NativeModel:
         from pagedllm.models.decoder import NativeModel
         from pagedllm.models.sources import SafetensorsSource
         from pagedllm.models.weights import load_weights
@@ -116,7 +117,7 @@ def wrap_model(
         getattr(model.config, "eos_token_id", None)
     )
 
-    def native(spec: DecoderSpec) -> PagedModel:
+    def native(spec: DecoderSpec) -> NativeModel:
         from pagedllm.models.decoder import NativeModel
         from pagedllm.models.sources import ModuleSource
         from pagedllm.models.weights import load_weights
@@ -136,7 +137,7 @@ def _in_tier(
     config: Any,
     architecture: str,
     model_impl: str,
-    native: Callable[[DecoderSpec], PagedModel],
+    native: Callable[[DecoderSpec], NativeModel],
     generic: Callable[[], PagedModel],
 ) -> PagedModel:
     """Build the model in the first tier that takes it; see :func:`load_model`."""
@@ -146,7 +147,7 @@ def _in_tier(
         try:
             spec = spec_from_config(config)
             if spec is not None:
-                loaded = native(spec)
+                loaded = _compiled(native(spec))
                 logger.info("model: %s in the native tier", architecture)
                 return loaded
             reason = "there is no native decoder for it"
@@ -164,6 +165,19 @@ def _in_tier(
         raise UnsupportedModelError(f"{architecture} is not supported: {error}") from error
     logger.info("model: %s in the generic tier", architecture)
     return loaded
+
+
+def _compiled(model: NativeModel) -> PagedModel:
+    """Run a native model's step as one compiled program, where its attention is compiled too."""
+    if model.attention.name != "numba":
+        return model
+    from pagedllm.models.compiled import CompiledModel, why_not
+
+    reason = why_not(model)
+    if reason is None:
+        return CompiledModel(model)
+    logger.info("model: %s runs in torch: %s", model.architecture, reason)
+    return model
 
 
 def _check_tier(model_impl: str) -> None:
