@@ -59,8 +59,7 @@ def _may_have_gpu() -> bool:
 
 
 def default_threads() -> int:
-    """CPU threads to compute with: OMP_NUM_THREADS, as all of this machine's users of OpenMP
-    have it, else all processors that this process may use."""
+    """CPU threads to compute with: OMP_NUM_THREADS, else all that this process may use."""
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(asked) if asked.isdecimal() and int(asked) > 0 else usable_cpus()
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+
 from pagedllm import LLM, Config, SamplingParams
 from pagedllm.errors import (
     ConfigError,
@@ -125,7 +126,7 @@ def test_two_hundred_requests_through_a_cache_for_a_fifth_of_them(
         ]
         for thread in threads:
             thread.start()
-        results = [[o for o in s][-1] if i not in aborted else None for i, s in enumerate(streams)]
+        results = [list(s)[-1] if i not in aborted else None for i, s in enumerate(streams)]
         for thread in threads:
             thread.join()
         for (given, params, _), result in zip(work, results, strict=True):
@@ -166,9 +167,7 @@ def test_unseeded_requests_differ_and_the_engine_seed_repeats_them(
     assert runs[0][0] != runs[0][1]
 
 
-def test_logprobs_are_those_of_the_model(
-    tiny_model: Path, llm: LLM, draw: random.Random
-) -> None:
+def test_logprobs_are_those_of_the_model(tiny_model: Path, llm: LLM, draw: random.Random) -> None:
     from transformers import AutoModelForCausalLM
 
     given = prompt(draw, 21)
@@ -189,7 +188,8 @@ def test_logprobs_are_those_of_the_model(
         assert set(entry) == {*top, chosen}
         for token, logprob in entry.items():
             assert logprob.logprob == pytest.approx(float(expected[position, token]), abs=1e-3)
-        assert entry[chosen].rank == int((expected[position] > expected[position, chosen]).sum()) + 1
+        likelier = int((expected[position] > expected[position, chosen]).sum())
+        assert entry[chosen].rank == likelier + 1
     total = sum(entry[t].logprob for entry, t in zip(
         output.outputs[0].logprobs, output.outputs[0].token_ids, strict=True))  # fmt: skip
     assert output.outputs[0].cumulative_logprob == pytest.approx(total)
@@ -429,7 +429,7 @@ def test_a_wrong_setting_is_one_clear_error(
 def test_an_unknown_model_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match="smollm2"):
         LLM("smolm2")
-    with pytest.raises(ModelNotFoundError, match="config.json"):
+    with pytest.raises(ModelNotFoundError, match=r"config\.json"):
         LLM(str(tmp_path))
 
 

@@ -26,7 +26,8 @@ from pagedllm import LLM, SamplingParams
 
 def resident():
     gc.collect()
-    return next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("VmRSS")) / 1024
+    lines = open("/proc/self/status")
+    return next(int(l.split()[1]) for l in lines if l.startswith("VmRSS")) / 1024
 
 def use():
     with LLM(sys.argv[1], skip_tokenizer_init=True, preallocate_kv_cache=True,
@@ -88,7 +89,12 @@ def test_a_failed_start_leaves_no_thread(tmp_path: Path, tiny_model: Path) -> No
 
 @pytest.mark.parametrize(
     "ending",
-    ["", "llm.close()", "llm.stream([1, 2], SamplingParams(max_tokens=None))", "raise SystemExit(0)"],
+    [
+        "",
+        "llm.close()",
+        "llm.stream([1, 2], SamplingParams(max_tokens=None))",
+        "raise SystemExit(0)",
+    ],
 )
 def test_a_plain_script_runs_and_exits_cleanly(tiny_model: Path, ending: str) -> None:
     code = (

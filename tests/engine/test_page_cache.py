@@ -7,6 +7,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from pagedllm.cache.manager import CacheManager
 from pagedllm.cache.page_table import PageTable
 from pagedllm.cache.pages import CacheIntegrityError, PagePool

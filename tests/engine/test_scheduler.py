@@ -11,6 +11,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from pagedllm.cache.manager import CacheManager
 from pagedllm.engine.scheduler import Scheduler
 from pagedllm.engine.sequence import SequenceState, Status
@@ -37,9 +38,7 @@ class Bench:
         )  # fmt: skip
         sequences = []
         for index in range(n):
-            sequences.append(
-                SequenceState(request, index, 0, self.order, max_tokens, list(prompt))
-            )
+            sequences.append(SequenceState(request, index, 0, self.order, max_tokens, list(prompt)))
             self.order += 1
         self.scheduler.add(sequences)
         return sequences

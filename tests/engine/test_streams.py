@@ -10,6 +10,7 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
+
 from pagedllm import LLM, AsyncLLM, SamplingParams
 from pagedllm.errors import EngineClosedError, EngineError, ValidationError
 
@@ -175,6 +176,7 @@ def test_async_requests_run_together(tiny_with_text: Path, llm: LLM) -> None:
 def test_cancelling_closing_and_aborting_free_pages(tiny_with_text: Path) -> None:
     async def main() -> None:
         async with AsyncLLM(str(tiny_with_text)) as engine:
+
             async def read() -> None:
                 async for _ in engine.generate("A story:", LONG):
                     pass
