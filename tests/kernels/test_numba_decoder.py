@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 from pagedllm_kernels.numba_cpu.attention import NumbaAttention
-from pagedllm_kernels.numba_cpu.decoder import FEW_ROWS
+from pagedllm_kernels.numba_cpu.decoder import FEW_ROWS, SPLIT_ROWS
 
 from paged_driver import Driver, logits_of
 from pagedllm.models import load_model
@@ -61,7 +61,7 @@ def test_tokens_and_logprobs_are_those_of_the_torch_decoder(name, tmp_path, seed
 
 @pytest.mark.parametrize("name", ["llama-biased", "gemma2", "olmo2", "granite", "qwen3"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("chunk", [1, FEW_ROWS + 2, 60])
+@pytest.mark.parametrize("chunk", [1, SPLIT_ROWS, FEW_ROWS + 2, 60])
 def test_low_precision_is_as_near_to_fp32_as_the_torch_decoder(
     name, dtype, chunk, tmp_path, seed, attention
 ):
@@ -79,7 +79,7 @@ def test_low_precision_is_as_near_to_fp32_as_the_torch_decoder(
         for model in (plain, compiled)
     ]
     assert errors[1] < 1.3 * errors[0] + 1e-4, errors
-    if chunk < FEW_ROWS:
+    if chunk < SPLIT_ROWS:
         assert errors[1] < errors[0], errors
 
 

@@ -22,6 +22,7 @@ TOKEN_IDS, POSITIONS, LOGIT_INDICES = range(9, 12)
 QUERY_STARTS, CONTEXT_LENS, PAGE_TABLE, PAGE_TABLE_WIDTH, SLOT_MAPPING, PAGE_SIZE = range(12, 18)
 FEW_ROWS = 18  # row counts below it go through inner tiles, others through outer ones
 PARTIALS = 19  # of attention split along the context
+SPLIT_ROWS = 21  # row counts below it are kept in two rows each
 SPINS = 20  # waiting loops before a thread gives its core away
 BUFFERS = 24  # the first buffer; a program decides what follows
 JOB_SIZE = 64

@@ -126,10 +126,16 @@ class Job:
         function: name of the compiled function in :mod:`interpreter`.
         records: the program, records of :func:`operation`.
         few_rows: row counts below it use the kernels for few rows.
+        split_rows: row counts below it keep each row as the sum of two; not above few_rows.
     """
 
     def __init__(
-        self, team: Team, function: str, records: list[list[int]], few_rows: int = 0
+        self,
+        team: Team,
+        function: str,
+        records: list[list[int]],
+        few_rows: int = 0,
+        split_rows: int = 0,
     ) -> None:
         self.operations: NDArray[np.int64] = np.array(records, dtype=np.int64)
         self.fields: NDArray[np.int64] = np.zeros(at.JOB_SIZE, dtype=np.int64)
@@ -144,6 +150,7 @@ class Job:
         self.fields[at.NUM_OPS] = len(records)
         self.fields[at.THREADS] = team.threads
         self.fields[at.FEW_ROWS] = few_rows
+        self.fields[at.SPLIT_ROWS] = split_rows
         self.fields[at.SPINS] = SPINS
         products = self.operations[self.operations[:, at.CODE] == at.LINEAR, at.L_UNITS]
         if len(products):

@@ -91,7 +91,7 @@ def strands(job: int, rows: int, tag: Any) -> int:
     A number is then the sum of two of 16 bits, which costs nothing where reading the weights
     takes all the time, and rounds its product with them about as well as float32 does.
     """
-    return 2 if rows < field(job, at.FEW_ROWS) and itemsize(tag) == 2 else 1
+    return 2 if rows < field(job, at.SPLIT_ROWS) and itemsize(tag) == 2 else 1
 
 
 @jit
