@@ -268,7 +268,7 @@ def _make_executor(config: Config, load: Callable[[], PagedModel]) -> Executor:
     from pagedllm.plugins import get_manager
 
     manager = get_manager(config.plugins_allow, config.plugins_block)
-    executor: Executor | None = manager.create_executor(config.executor, config)
+    executor: Executor | None = manager.create_executor(config.executor, config, load)
     if executor is None:
         raise ConfigError(
             f"executor: no plugin has one named '{config.executor}'; use 'auto', or install "

@@ -153,13 +153,10 @@ def _add_page(app: FastAPI) -> None:
 
 
 def _add_plugin_routes(app: FastAPI, server: Server, names: Sequence[str]) -> None:
-    from pagedllm import ConfigError
-    from pagedllm.plugins import get_manager
+    from pagedllm import ConfigError, plugin_registry
 
     config: Config = server.service.config
-    known = get_manager(config.plugins_allow, config.plugins_block).registry(
-        "pagedllm_server_routes"
-    )
+    known = plugin_registry("pagedllm_server_routes", config)
     for name in names:
         if name not in known:
             found = ", ".join(known) or "none is installed"

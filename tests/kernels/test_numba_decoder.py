@@ -6,13 +6,13 @@ import random
 
 import pytest
 import torch
-from pagedllm_kernels.numba_cpu.attention import NumbaAttention
-from pagedllm_kernels.numba_cpu.decoder import FEW_ROWS, SPLIT_ROWS
 
 from paged_driver import Driver, logits_of
 from pagedllm.models import load_model
 from pagedllm.models.compiled import CompiledModel, why_not
 from pagedllm.models.decoder import NativeModel
+from pagedllm_kernels.numba_cpu.attention import NumbaAttention
+from pagedllm_kernels.numba_cpu.decoder import FEW_ROWS, SPLIT_ROWS
 from tiny_families import FAMILIES, build
 
 DENSE = [n for n, f in FAMILIES.items() if f.native and n not in ("mixtral", "qwen3-moe")]
