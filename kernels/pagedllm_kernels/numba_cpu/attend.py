@@ -1,4 +1,4 @@
-"""Paged attention: writing pages, planning tasks, and attending to them.
+"""Paged attention: the layout of pages, and attending to them task by task.
 
 Owner: numba_cpu. Pages, in units of 4 bytes (two bf16 numbers, or one fp32):
 
@@ -22,13 +22,14 @@ from typing import Any
 import numpy as np
 
 from pagedllm_kernels.numba_cpu import layout as at
+from pagedllm_kernels.numba_cpu.atomics import fetch_add
+from pagedllm_kernels.numba_cpu.blocks import copy, round_up
 from pagedllm_kernels.numba_cpu.features import FEATURES
-from pagedllm_kernels.numba_cpu.layout import LANES, PART_KEYS
+from pagedllm_kernels.numba_cpu.layout import LANES
+from pagedllm_kernels.numba_cpu.plan import visible_keys
 from pagedllm_kernels.numba_cpu.rows import store_activation, strands, vexp, vtanh
 from pagedllm_kernels.numba_cpu.simd import (
     F32,
-    copy,
-    fetch_add,
     field,
     fma,
     get,
@@ -44,6 +45,7 @@ from pagedllm_kernels.numba_cpu.simd import (
     real,
     splat,
     store64,
+    unit,
     via,
     vload,
     vmax,
@@ -54,190 +56,13 @@ from pagedllm_kernels.numba_cpu.simd import (
 
 WIDE = FEATURES.wide
 
-WRITE_ROWS = 4  # of a task of WRITE
 _HIDDEN = np.float32(-1e30)
 _VISIBLE = np.float32(-1e29)  # no score is below it
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
 
 
-@jit
-def round_up(value: int, step: int) -> int:
-    """Return the next multiple of ``step``."""
-    return (value + step - 1) // step * step
-
-
-# --- WRITE -------------------------------------------------------------------------------------
-
-
-@jit
-def write(op: int, job: int, task: int, scratch: int, atag: Any) -> None:
-    """Norm, rotate and store the queries, keys and values of ``WRITE_ROWS`` rows."""
-    tokens = field(job, at.NUM_TOKENS)
-    heads = field(op, at.A_HEADS)
-    kv_heads = field(op, at.A_KV_HEADS)
-    group = field(op, at.A_GROUP)
-    dim = field(op, at.A_DIM)
-    units = field(op, at.A_UNITS)
-    size = 4 if field(op, at.W_IN_F32) else itemsize(atag)
-    queries = via(job, op, at.A_QUERY_AT)
-    for t in range(task * WRITE_ROWS, min((task + 1) * WRITE_ROWS, tokens)):
-        source = via(job, op, at.W_QUERY_AT) + field(op, at.W_QUERY_OFFSET)
-        source += t * field(op, at.W_QUERY_STRIDE)
-        for head in range(heads):
-            _turn(op, job, t, source + head * dim * size, field(op, at.W_Q_NORM), scratch, atag)
-            place = ((head // group * tokens + t) * group + head % group) * units * 4
-            for d in range(0, units * 4 // itemsize(atag), LANES):
-                count = min(LANES, units * 4 // itemsize(atag) - d)
-                vstore_some(vload(scratch + 4 * d, F32), queries + place + d * itemsize(atag),
-                            count, atag)  # fmt: skip
-        source = via(job, op, at.W_KEY_AT) + field(op, at.W_KEY_OFFSET)
-        source += t * field(op, at.W_KEY_STRIDE)
-        for head in range(kv_heads):
-            _turn(op, job, t, source + head * dim * size, field(op, at.W_K_NORM), scratch, atag)
-            _write_key(op, job, t, head, scratch, atag)
-        source = via(job, op, at.W_VALUE_AT) + field(op, at.W_VALUE_OFFSET)
-        source += t * field(op, at.W_VALUE_STRIDE)
-        value_dim = field(op, at.A_VALUE_DIM)
-        for head in range(kv_heads):
-            _write_value(op, job, t, head, source + head * value_dim * size, atag)
-
-
-@jit
-def _turn(op: int, job: int, t: int, source: int, weight: int, out: int, atag: Any) -> None:
-    """Norm and rotate one head into float32 ``out``, zero up to a multiple of 16."""
-    dim = field(op, at.A_DIM)
-    if field(op, at.W_IN_F32):
-        for d in range(dim):
-            put(get(source + 4 * d, F32), out + 4 * d, F32)
-    else:
-        for d in range(dim):
-            put(get(source + itemsize(atag) * d, atag), out + 4 * d, F32)
-    for d in range(dim, round_up(dim, LANES)):
-        put(_ZERO, out + 4 * d, F32)
-    if weight:
-        total = _ZERO
-        for d in range(dim):
-            x = get(out + 4 * d, F32)
-            total += x * x
-        factor = _ONE / np.sqrt(total / np.float32(dim) + real(op, at.W_EPS))
-        for d in range(dim):
-            y = get(out + 4 * d, F32) * factor * get(weight + 4 * d, F32)
-            put(y, out + 4 * d, F32)
-    half = field(op, at.W_HALF)
-    if half:
-        row = load64(field(job, at.POSITIONS) + 8 * t) * half * 4
-        cosines = field(op, at.W_COS) + row
-        sines = field(op, at.W_SIN) + row
-        for d in range(half):
-            x = get(out + 4 * d, F32)
-            y = get(out + 4 * (half + d), F32)
-            c = get(cosines + 4 * d, F32)
-            s = get(sines + 4 * d, F32)
-            put(x * c - y * s, out + 4 * d, F32)
-            put(y * c + x * s, out + 4 * (half + d), F32)
-
-
-@jit
-def _write_key(op: int, job: int, t: int, head: int, source: int, atag: Any) -> None:
-    page_size = field(job, at.PAGE_SIZE)
-    slots = field(op, at.A_SLOTS)
-    slot = load64(field(job, at.SLOT_MAPPING) + 8 * t)
-    page = slot // page_size * field(op, at.A_KV_HEADS) + head
-    place = field(op, at.A_KEYS) + page * field(op, at.A_KEY_BYTES) + slot % page_size * 4
-    size = itemsize(atag)
-    per = 4 // size
-    for u in range(field(op, at.A_UNITS)):
-        for i in range(per):
-            x = get(source + 4 * (u * per + i), F32)
-            put(x, place + u * slots * 4 + i * size, atag)
-
-
-@jit
-def _write_value(op: int, job: int, t: int, head: int, source: int, atag: Any) -> None:
-    page_size = field(job, at.PAGE_SIZE)
-    slot = load64(field(job, at.SLOT_MAPPING) + 8 * t)
-    page = slot // page_size * field(op, at.A_KV_HEADS) + head
-    size = itemsize(atag)
-    per = 4 // size
-    offset = slot % page_size
-    row = offset // per * field(op, at.A_WIDTH) + offset % per * size
-    place = field(op, at.A_VALUES) + page * field(op, at.A_VALUE_BYTES) + row
-    for d in range(field(op, at.A_VALUE_DIM)):
-        if field(op, at.W_IN_F32):
-            put(get(source + 4 * d, F32), place + 4 * d, atag)
-        else:
-            put(get(source + size * d, atag), place + 4 * d, atag)
-
-
-# --- PLAN --------------------------------------------------------------------------------------
-
-
-@jit
-def plan(op: int, job: int) -> None:
-    """List the tasks of ATTEND: tiles of queries by KV head, in parts where tiles are few."""
-    seqs = field(job, at.NUM_SEQS)
-    starts = field(job, at.QUERY_STARTS)
-    queries = field(op, at.A_TILE_QUERIES)
-    tiles = 0
-    for seq in range(seqs):
-        count = load32(starts + 4 * seq + 4) - load32(starts + 4 * seq)
-        tiles += (count + queries - 1) // queries
-    tiles *= field(op, at.A_KV_HEADS)
-    parts = max(1, (4 * field(job, at.THREADS) + tiles - 1) // max(tiles, 1))
-    if field(job, at.THREADS) == 1:
-        parts = 1
-    first = via(job, op, at.A_TASKS_AT)
-    number = 0
-    for seq in range(seqs):
-        start = load32(starts + 4 * seq)
-        count = load32(starts + 4 * seq + 4) - start
-        # The last queries see the most keys: they go first, so that no long task ends late.
-        for tile in range((count + queries - 1) // queries - 1, -1, -1):
-            rows = min(queries, count - tile * queries)
-            for head in range(field(op, at.A_KV_HEADS)):
-                number += _plan_tile(op, job, first + (number + 1) * at.TASK * 8, seq, head,
-                                     start + tile * queries, rows, parts)  # fmt: skip
-    store64(number, first)
-
-
-@jit
-def _plan_tile(
-    op: int, job: int, task: int, seq: int, head: int, row: int, rows: int, parts: int
-) -> int:
-    """Write the tasks of one tile; return how many they are."""
-    page_size = field(job, at.PAGE_SIZE)
-    low, high = _keys(op, job, seq, row, rows)
-    first, last = low // page_size, (high + page_size - 1) // page_size
-    parts = max(1, min(parts, (last - first) * page_size // PART_KEYS))
-    for part in range(parts):
-        place = task + part * at.TASK * 8
-        store64(seq, place + 8 * at.T_SEQ)
-        store64(head, place + 8 * at.T_HEAD)
-        store64(row, place + 8 * at.T_ROW)
-        store64(rows, place + 8 * at.T_ROWS)
-        store64(first + (last - first) * part // parts, place + 8 * at.T_FIRST)
-        store64(first + (last - first) * (part + 1) // parts, place + 8 * at.T_LAST)
-        store64(part, place + 8 * at.T_PART)
-        # Of part 0: the number of parts in the low half, of those done in the high half.
-        store64(parts, place + 8 * at.T_PARTS)
-    return parts
-
-
-@jit
-def _keys(op: int, job: int, seq: int, row: int, rows: int) -> tuple[int, int]:
-    """Positions of the first and past the last key that any of these rows sees."""
-    end = load32(field(job, at.QUERY_STARTS) + 4 * seq + 4)
-    position = load32(field(job, at.CONTEXT_LENS) + 4 * seq) - end + row
-    window = field(op, at.A_WINDOW)
-    low = max(0, position - window + 1) if window else 0
-    return low, position + rows
-
-
-# --- ATTEND ------------------------------------------------------------------------------------
-
-
-@jit
+@unit
 def attend(op: int, job: int, number: int, scratch: int, atag: Any) -> None:
     """Run one task: attend, and store the output or merge the parts of one."""
     task = via(job, op, at.A_TASKS_AT) + (number + 1) * at.TASK * 8
@@ -287,7 +112,7 @@ def _start(op: int, task: int, sums: int, stats: int, rows: int, group: int, wid
         put(weight, stats + row * 2 * at.LINE + at.LINE, F32)
 
 
-@jit
+@unit
 def _block(
     op: int, job: int, task: int, page: int, pages: int, following: int, following_page: int,
     rows: int, sums: int, stats: int, work: int, atag: Any,
@@ -308,7 +133,7 @@ def _block(
     group = field(op, at.A_GROUP)
     for row in range(rows):
         first = field(task, at.T_ROW) + row // group
-        low, high = _keys(op, job, field(task, at.T_SEQ), first, 1)
+        low, high = visible_keys(op, job, field(task, at.T_SEQ), first, 1)
         _softmax(op, scores + row * stride, pages, per_page, page_size, low - page * page_size,
                  high - page * page_size, stats + row * 2 * at.LINE,
                  sums + row * field(op, at.A_WIDTH), atag)  # fmt: skip
@@ -361,7 +186,7 @@ def _addresses(
         store64(key, values + 8 * (pages + i))
 
 
-@jit
+@unit
 def _scores(
     op: int, job: int, task: int, rows: int, groups: int, keys: int, scores: int, stride: int,
     atag: Any,
@@ -438,7 +263,7 @@ def _scores_narrow(
     return 4 if left >= 4 else 1
 
 
-@jit
+@unit
 def _softmax(
     op: int, scores: int, pages: int, per_page: int, page_size: int, low: int, high: int,
     stats: int, sums: int, atag: Any,
@@ -501,7 +326,7 @@ def _softmax(
             vstore(vload(sums + i, F32) * factor, sums + i, F32)
 
 
-@jit
+@unit
 def _values(
     op: int, job: int, values: int, pages: int, tail: int, rows: int, weights: int, stride: int,
     sums: int, atag: Any,

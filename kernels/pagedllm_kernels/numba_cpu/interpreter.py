@@ -15,22 +15,18 @@ from __future__ import annotations
 from typing import Any
 
 from pagedllm_kernels.numba_cpu import layout as at
-from pagedllm_kernels.numba_cpu.attend import WRITE_ROWS, attend, plan, write
+from pagedllm_kernels.numba_cpu.atomics import fetch_add, give_way, load_acquire, pause
+from pagedllm_kernels.numba_cpu.attend import attend
 from pagedllm_kernels.numba_cpu.layout import LANES
 from pagedllm_kernels.numba_cpu.linear import linear, linear_tasks
+from pagedllm_kernels.numba_cpu.plan import plan
 from pagedllm_kernels.numba_cpu.rows import EMBED_ROWS, NORM_ROWS, embed, norm, pack
-from pagedllm_kernels.numba_cpu.simd import (
-    BF16,
-    F16,
-    F32,
-    fetch_add,
-    field,
-    give_way,
-    jit,
-    load_acquire,
-    pause,
-    via,
-)
+from pagedllm_kernels.numba_cpu.simd import BF16, F16, F32, field, jit, via
+from pagedllm_kernels.numba_cpu.write import WRITE_ROWS, write
+
+# What is compiled on its own, each after what it calls.
+ATTENTION_UNITS = ("write", "plan", "_scores", "_softmax", "_values", "_block", "attend")
+MODEL_UNITS = ("embed", "norm", "pack", "finish", "_product", "_linear_few", "_linear_many")
 
 
 @jit

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from pagedllm_kernels.numba_cpu import layout as at
+from pagedllm_kernels.numba_cpu.blocks import copy, fetch
 from pagedllm_kernels.numba_cpu.features import FEATURES
 from pagedllm_kernels.numba_cpu.layout import (
     BLOCK,
@@ -38,9 +39,7 @@ from pagedllm_kernels.numba_cpu.rows import (
 )
 from pagedllm_kernels.numba_cpu.simd import (
     F32,
-    copy,
     copysign,
-    fetch,
     field,
     fma,
     inner,
@@ -51,6 +50,7 @@ from pagedllm_kernels.numba_cpu.simd import (
     splat,
     store64,
     transpose,
+    unit,
     via,
     vload,
     vload_some,
@@ -102,7 +102,7 @@ def linear(op: int, job: int, task: int, scratch: int, wtag: Any, atag: Any) -> 
         _linear_many(op, job, task, scratch, wtag, atag)
 
 
-@jit
+@unit
 def _linear_few(op: int, job: int, task: int, scratch: int, wtag: Any, atag: Any) -> None:
     rows = via(job, op, at.L_ROWS_AT)
     size = field(op, at.L_SIZE)
@@ -160,7 +160,7 @@ def _dot_rows(op: int, job: int, weight: int, last: int, rows: int, result: int,
         result += 8 * RESULT_ROW
 
 
-@jit
+@unit
 def _linear_many(op: int, job: int, task: int, scratch: int, wtag: Any, atag: Any) -> None:
     rows = via(job, op, at.L_ROWS_AT)
     groups = (rows + GROUP - 1) // GROUP
@@ -192,7 +192,7 @@ def _linear_many(op: int, job: int, task: int, scratch: int, wtag: Any, atag: An
         finish(op, job, m, panel_rows, n, scratch + RESULT, 1, atag)
 
 
-@jit
+@unit
 def _product(
     op: int, job: int, scratch: int, weight: int, stride: int, count: int, m: int,
     panel_rows: int, half: int, following: int, wtag: Any,
@@ -239,7 +239,7 @@ def _product(
                       RESULT_ROW)  # fmt: skip
 
 
-@jit
+@unit
 def finish(
     op: int, job: int, first: int, rows: int, n: int, result: int, lines: int, atag: Any
 ) -> None:

@@ -47,17 +47,18 @@ def define(tiles: tuple[Tile, ...], folder: Path) -> Any:
         codemodel="jitdefault",
         reloc="static" if target.name.startswith("x86") else "default",
     )
-    text = str(_module(tiles, machine))
-    key = hashlib.sha256(f"{cpu} {features} {llvm.llvm_version_info} {text}".encode())
+    # The folder is named after the source of the tiles, so names say all that is left.
+    names = " ".join(tile.symbol for tile in tiles)
+    key = hashlib.sha256(f"{cpu} {features} {llvm.llvm_version_info} {names}".encode())
     path = folder / f"tiles-{key.hexdigest()[:16]}.o"
-    module = llvm.parse_assembly(text)
-    module.verify()
-    engine = llvm.create_mcjit_compiler(module, machine)
-    cached = _read(path)
-    engine.set_object_cache(
-        notify_func=lambda _, code: None if cached else _write(path, code),
-        getbuffer_func=lambda _: cached,
-    )
+    code = _read(path)
+    if code is None:
+        module = llvm.parse_assembly(str(_module(tiles, machine)))
+        module.verify()
+        code = machine.emit_object(module)
+        _write(path, code)
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
     for tile in tiles:
         llvm.add_symbol(tile.symbol, engine.get_function_address(tile.symbol))

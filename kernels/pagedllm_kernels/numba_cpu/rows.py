@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from pagedllm_kernels.numba_cpu import layout as at
+from pagedllm_kernels.numba_cpu.blocks import copy
 from pagedllm_kernels.numba_cpu.layout import LANES
 from pagedllm_kernels.numba_cpu.simd import (
     F32,
-    copy,
     field,
     fma,
     hsum,
@@ -26,6 +26,7 @@ from pagedllm_kernels.numba_cpu.simd import (
     scale_by_power,
     splat,
     transpose,
+    unit,
     via,
     vload,
     vmax,
@@ -104,7 +105,7 @@ def store_activation(
         vstore_some(value - rounded(value, tag), target + stride, count, tag)
 
 
-@jit
+@unit
 def embed(op: int, job: int, task: int, wtag: object) -> None:
     """``out[t] = table[token_ids[t]] * scale`` for ``EMBED_ROWS`` rows."""
     width = field(op, at.E_WIDTH)
@@ -119,7 +120,7 @@ def embed(op: int, job: int, task: int, wtag: object) -> None:
             vstore(vload(source + i * size, wtag) * scale, target + 4 * i, F32)
 
 
-@jit
+@unit
 def norm(op: int, job: int, task: int, atag: object) -> None:
     """RMS norm of ``NORM_ROWS`` rows (Zhang and Sennrich, 2019); without a weight, a copy."""
     width = field(op, at.N_WIDTH)
@@ -165,7 +166,7 @@ def inverse_rms(source: int, width: int, eps: float) -> float:
     return _ONE / np.sqrt(mean + eps)
 
 
-@jit
+@unit
 def pack(op: int, job: int, task: int) -> None:
     """Transpose one panel of 16 rows to [units, 16]; rows past the last repeat it."""
     units = field(op, at.P_UNITS)

@@ -1,4 +1,4 @@
-"""Vectors of 16 floats as a Numba type, typed memory access by address, and atomics.
+"""Vectors of 16 floats as a Numba type, and typed memory access by address.
 
 Owner: numba_cpu. Invariants: an address is an int64; nothing here allocates or raises.
 A *tag* is a scalar whose Numba type says how numbers are stored: float32 (``F32``), bfloat16
@@ -15,6 +15,7 @@ from __future__ import annotations
 import operator
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import llvmlite.binding as llvm
 import numba
 import numpy as np
 from llvmlite import ir
@@ -26,7 +27,6 @@ from numba.extending import intrinsic, lower_builtin, models, register_model
 
 from pagedllm_kernels.numba_cpu.emit import (
     FLOAT,
-    I8,
     I16,
     I32,
     I64,
@@ -40,18 +40,16 @@ from pagedllm_kernels.numba_cpu.emit import (
     load,
     narrow,
     pointer,
-    prefetch,
     store,
     widen,
 )
 from pagedllm_kernels.numba_cpu.emit import fma as ir_fma
 from pagedllm_kernels.numba_cpu.emit import splat as ir_splat
-from pagedllm_kernels.numba_cpu.features import FEATURES
-from pagedllm_kernels.numba_cpu.layout import LANES, LINE
+from pagedllm_kernels.numba_cpu.layout import LANES
 from pagedllm_kernels.numba_cpu.tiles import ARGUMENTS, TAGS, Tile, attention_tiles, linear_tiles
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 F32 = np.float32(0)
 BF16 = np.uint16(0)
@@ -60,10 +58,48 @@ F16 = np.int16(0)
 _Fn = TypeVar("_Fn", bound="Callable[..., Any]")
 
 
+# Not nnan or ninf: a slot of a page may hold anything.
+OPTIONS: dict[str, Any] = {
+    "error_model": "numpy",
+    "fastmath": {"reassoc", "contract", "arcp", "nsz", "afn"},
+}
+
+
 def jit(function: _Fn) -> _Fn:
     """Compile on first use, into the function that calls it; never raises, never allocates."""
-    flags = {"reassoc", "contract", "arcp", "nsz", "afn"}
-    return numba.njit(error_model="numpy", fastmath=flags, no_cpython_wrapper=True)(function)  # type: ignore[no-any-return]
+    return numba.njit(no_cpython_wrapper=True, **OPTIONS)(function)  # type: ignore[no-any-return]
+
+
+def unit(function: _Fn) -> _Fn:
+    """Compile on its own, by :mod:`compiler`; Numba code calls it through a symbol.
+
+    What Numba code calls otherwise is optimised anew in every function around it. Parameters
+    are addresses and numbers, int64, but for tags, which are named ``wtag`` and ``atag``.
+    """
+    UNITS[function.__name__] = function
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def caller(typingctx: Any, *args: Any) -> Any:
+        symbol = unit_symbol(function, [TAGS[a] for a in args if a in TAGS])
+        if llvm.address_of_symbol(symbol) is None:
+            raise TypeError(f"{symbol} is not compiled before what calls it")
+
+        def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            call(builder, symbol, ir.VoidType(), cgutils.unpack_tuple(builder, args[0]))
+            return context.get_dummy_value()
+
+        return types.void(types.StarArgTuple.from_types(args)), codegen
+
+    return caller  # type: ignore[no-any-return]
+
+
+UNITS: dict[str, Any] = {}
+"""Every function marked as a :func:`unit`, by name."""
+
+
+def unit_symbol(function: Any, tags: Sequence[str]) -> str:
+    """Return the symbol of a unit compiled for these tags."""
+    return "_".join(["pagedllm", function.__name__.strip("_"), *tags])
 
 
 def emits(function: _Fn) -> _Fn:
@@ -399,37 +435,6 @@ def via(typingctx: Any, job: Any, op: Any, number: Any) -> Any:
     return types.int64(types.int64, types.int64, types.int64), codegen
 
 
-@emits
-def copy(typingctx: Any, target: Any, source: Any, size: Any) -> Any:
-    """Copy ``size`` bytes between places that do not overlap."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        cgutils.raw_memcpy(
-            builder, pointer(builder, args[0], I8), pointer(builder, args[1], I8), args[2], 1
-        )
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), codegen
-
-
-@emits
-def fetch_line(typingctx: Any, address: Any) -> Any:
-    """Fetch a cache line, into the second level."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        prefetch(builder, args[0], 2)
-        return context.get_dummy_value()
-
-    return types.void(types.int64), codegen
-
-
-@jit
-def fetch(address: int, size: int) -> None:
-    """Fetch ``size`` bytes; more than a few lines at once are dropped by the processor."""
-    for line in range(0, size, LINE):
-        fetch_line(address + line)
-
-
 # --- tiles ------------------------------------------------------------------------------------
 
 
@@ -455,50 +460,3 @@ def _tile_caller(kind: str) -> Any:
 
 
 outer, weigh, inner, transpose = (_tile_caller(k) for k in ("outer", "weigh", "inner", "transpose"))
-
-
-# --- threads ----------------------------------------------------------------------------------
-
-
-@emits
-def fetch_add(typingctx: Any, address: Any, value: Any) -> Any:
-    """Add to an int64 that other threads use and return what it was."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.atomic_rmw("add", pointer(builder, args[0], I64), args[1], "acq_rel")
-
-    return types.int64(types.int64, types.int64), codegen
-
-
-@emits
-def load_acquire(typingctx: Any, address: Any) -> Any:
-    """Load an int64 that another thread writes, and see all it wrote before."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.load_atomic(pointer(builder, args[0], I64), "acquire", 8)
-
-    return types.int64(types.int64), codegen
-
-
-@emits
-def pause(typingctx: Any) -> Any:
-    """Tell the processor that this is a waiting loop."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        if FEATURES.x86:
-            call(builder, "llvm.x86.sse2.pause", ir.VoidType(), [])
-        return context.get_dummy_value()
-
-    return types.void(), codegen
-
-
-@emits
-def give_way(typingctx: Any) -> Any:
-    """Let another thread of this machine run on this core."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        if FEATURES.yield_symbol:
-            call(builder, FEATURES.yield_symbol, I32, [])
-        return context.get_dummy_value()
-
-    return types.void(), codegen
