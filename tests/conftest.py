@@ -13,9 +13,15 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Tiny models lose more to starting threads than they gain from them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import signal
 from typing import TYPE_CHECKING
 
 import pytest
+
+# A shell that starts a job in the background makes it ignore Ctrl-C, and so would every
+# process that a test starts to press Ctrl-C in.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if TYPE_CHECKING:
     from pathlib import Path
