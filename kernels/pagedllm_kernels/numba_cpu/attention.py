@@ -11,7 +11,6 @@ import torch
 
 from pagedllm_kernels.numba_cpu import layout as at
 from pagedllm_kernels.numba_cpu.program import (
-    TASKS_AT,
     AttentionShape,
     Job,
     cache_shapes,
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from pagedllm_kernels.numba_cpu.program import Fields
     from pagedllm_kernels.types import AttentionMetadata
 
-_QUERY_AT, _KEY_AT, _VALUE_AT, _OUT_AT = range(TASKS_AT + 1, TASKS_AT + 5)
+_QUERY_AT, _KEY_AT, _VALUE_AT, _OUT_AT = range(at.TASKS + 1, at.TASKS + 5)
 _FUNCTIONS = {
     torch.float32: "attention_f32",
     torch.bfloat16: "attention_bf16",
@@ -131,7 +130,7 @@ class NumbaAttention:
         if job is None:
             common = shape.fields(page_size) | {
                 at.A_WINDOW: window or 0,
-                at.A_TASKS_AT: TASKS_AT,
+                at.A_TASKS_AT: at.TASKS,
                 at.A_SCALE: scale,
                 at.A_CAP: float(softcap or 0.0),
                 at.A_OUT_AT: _OUT_AT,

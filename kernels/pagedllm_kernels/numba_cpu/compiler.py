@@ -1,8 +1,8 @@
-"""Compiles the interpreter, once per storage type, and keeps the result on disk.
+"""Compiles the interpreter and what it calls, once per storage type, by way of the disk.
 
 Owner: numba_cpu. Numba's cache of a function does not notice a change in a function that it
-calls, so the folder is named after the source of this whole package; it also holds one
-entry per processor, which Numba tells apart itself.
+calls, so the folder is named after the source of this whole package; within it, Numba and
+:mod:`native` tell processors apart.
 """
 
 from __future__ import annotations
@@ -14,62 +14,95 @@ import logging
 import os
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import llvmlite.binding as llvm
 import numba
+import numpy as np
 from numba import types
 from numba.core import config
 
-from pagedllm_kernels.numba_cpu import interpreter, native
-from pagedllm_kernels.numba_cpu.simd import OPTIONS, UNITS, unit_symbol
-from pagedllm_kernels.numba_cpu.tiles import TAGS, attention_tiles, linear_tiles
+from pagedllm_kernels.numba_cpu import interpreter, layout, native
+from pagedllm_kernels.numba_cpu.simd import OPTIONS, TAGS, UNITS, unit_symbol
+from pagedllm_kernels.numba_cpu.tiles import attention_tiles, linear_tiles
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 logger = logging.getLogger(__name__)
 
 _LOCK = threading.Lock()
 
 
-def compiled(name: str) -> int:
-    """Return the address of a compiled function of :mod:`interpreter`, ``void (int64)``.
+@dataclass(frozen=True, slots=True, eq=False)
+class Compiled:
+    """A function of :mod:`interpreter` in machine code, ``void (int64)``."""
+
+    address: int
+    tiles: NDArray[np.int64]
+    """Addresses of tiles by number, for the storage type of activations."""
+    tiles_int8: NDArray[np.int64]
+
+
+def compiled(name: str) -> Compiled:
+    """Return a compiled function of :mod:`interpreter`.
 
     The first call of a process takes 0.2 s when the disk cache has it and some seconds when
-    not; a thread may make it while weights load.
+    not.
     """
     with _LOCK:
-        return _compile(name).address  # type: ignore[no-any-return]
+        return _compile(name)
+
+
+def compile_soon(name: str) -> None:
+    """Compile in a thread of its own, while something else is done."""
+    threading.Thread(target=compiled, args=(name,), name="pagedllm-compile", daemon=True).start()
 
 
 @functools.cache
-def _compile(name: str) -> Any:
-    """Compile tiles, units and the function around them, in this order."""
+def _compile(name: str) -> Compiled:
     started = time.perf_counter()
     folder = cache_folder(config.CACHE_DIR)
     purpose, tag = name.split("_")
-    native.define(tuple(attention_tiles(tag)), folder)
-    units: tuple[str, ...] = interpreter.ATTENTION_UNITS
-    if purpose == "model":
-        native.define(tuple(linear_tiles(tag)), folder)
-        units += interpreter.MODEL_UNITS
-    for unit in units:
-        _define(unit, tag, folder)
+    tables = [_tiles(tag, folder), _tiles("i8", folder)]
+    for unit in interpreter.ATTENTION_UNITS:
+        _define(unit, tag, tag, folder)
+    if purpose != "attention":
+        for unit in interpreter.MODEL_UNITS:
+            _define(unit, tag, tag, folder)
+        for unit in interpreter.LINEAR_UNITS:
+            _define(unit, tag, tag, folder)
+    if purpose == "int8":
+        for unit in ("quantize", *interpreter.LINEAR_UNITS):
+            _define(unit, "i8", tag, folder)
     result = _cached(getattr(interpreter, name), types.void(types.int64), folder)
     seconds = time.perf_counter() - started
     logger.info("kernel %s: %.1f s (%s)", name, seconds, "cached" if result.cache_hits else "new")
-    return result
+    return Compiled(result.address, *tables)
 
 
 @functools.cache
-def _define(unit: str, tag: str, folder: Path) -> Any:
-    """Compile a unit and make its symbol known."""
+def _tiles(tag: str, folder: Path) -> NDArray[np.int64]:
+    """Return the addresses of tiles for a storage type, by number."""
+    numbered = linear_tiles(tag) | ({} if tag == "i8" else attention_tiles(tag))
+    table = np.zeros(layout.NUM_TILES, dtype=np.int64)
+    table[list(numbered)] = native.addresses(list(numbered.values()), folder)
+    return table
+
+
+@functools.cache
+def _define(unit: str, wtag: str, atag: str, folder: Path) -> Any:
+    """Compile a unit, make its symbol known, and return what keeps it in memory."""
     function = UNITS[unit]
+    tags = {"wtag": wtag, "atag": atag}
+    stored = {name: kind for kind, name in TAGS.items()}
     parameters = list(inspect.signature(function).parameters)
-    stored = {name: kind for kind, name in TAGS.items()}[tag]
-    kinds = [stored if p in ("wtag", "atag") else types.int64 for p in parameters]
+    kinds = [stored[tags[p]] if p in tags else types.int64 for p in parameters]
     result = _cached(function, types.void(*kinds), folder)
-    tags = [tag for p in parameters if p in ("wtag", "atag")]
-    llvm.add_symbol(unit_symbol(function, tags), result.address)
+    symbol = unit_symbol(function, [tags[p] for p in parameters if p in tags])
+    llvm.add_symbol(symbol, result.address)
     return result
 
 

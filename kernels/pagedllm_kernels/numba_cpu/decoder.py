@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pagedllm_kernels.numba_cpu import layout as at
-from pagedllm_kernels.numba_cpu.program import TASKS_AT, AttentionShape, Job, operation
+from pagedllm_kernels.numba_cpu.program import AttentionShape, Job, operation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,7 +36,7 @@ _ACTIVATIONS = {"silu": at.SILU, "gelu_tanh": at.GELU_TANH, "gelu": at.GELU}
 _MAX_WINDOWS = 6  # different ones, each with a list of attention's tasks
 # Buffers: the residual stream and two outputs of products, float32; activations; logits.
 _X, _QKV, _OUT, _H, _ATTENDED, _INNER, _LAST, _PACKED, _LOGITS = range(
-    TASKS_AT + _MAX_WINDOWS, TASKS_AT + _MAX_WINDOWS + 9
+    at.TASKS + _MAX_WINDOWS, at.TASKS + _MAX_WINDOWS + 9
 )
 
 
@@ -168,7 +168,7 @@ class CompiledDecoder:
     def _records(self) -> list[list[int]]:
         spec, weights = self._spec, self._weights
         records = [
-            operation(at.PLAN, self._common | {at.A_WINDOW: w or 0, at.A_TASKS_AT: TASKS_AT + i})
+            operation(at.PLAN, self._common | {at.A_WINDOW: w or 0, at.A_TASKS_AT: at.TASKS + i})
             for i, w in enumerate(self._windows)
         ]
         embed: Fields = {
@@ -303,7 +303,7 @@ class CompiledDecoder:
             write[at.W_K_NORM] = self._floats(layer.k_norm, spec.norm_offset)
         attend: Fields = {
             at.A_WINDOW: spec.windows[index] or 0,
-            at.A_TASKS_AT: TASKS_AT + self._windows.index(spec.windows[index]),
+            at.A_TASKS_AT: at.TASKS + self._windows.index(spec.windows[index]),
             at.A_SCALE: float(spec.attention_scale),
             at.A_CAP: float(spec.attention_softcap or 0.0),
             at.A_OUT_AT: _ATTENDED,

@@ -72,13 +72,26 @@ def store(builder: Any, value: Any, address: Any, align: int = 4) -> None:
     builder.store(value, pointer(builder, address, value.type)).align = align
 
 
-def call(builder: Any, name: str, result: Any, args: list[Any]) -> Any:
+def call(
+    builder: Any, name: str, result: Any, args: list[Any], fastmath: tuple[str, ...] = ()
+) -> Any:
     """Call an LLVM intrinsic or an external function."""
     function = builder.module.globals.get(name)
     if function is None:
         kind = ir.FunctionType(result, [arg.type for arg in args])
         function = ir.Function(builder.module, kind, name)
-    return builder.call(function, args)
+    return builder.call(function, args, fastmath=fastmath)
+
+
+def field(builder: Any, table: Any, number: Any) -> Any:
+    """Return the address of a field of a table of int64."""
+    return builder.add(table, builder.shl(number, index(3)))
+
+
+def masked_load(builder: Any, address: Any, valid: Any) -> Any:
+    """Load 16 units of which only the valid ones are touched; the others are 0."""
+    args = [pointer(builder, address, VI), ir.Constant(I32, 4), valid, const(0, VI)]
+    return call(builder, "llvm.masked.load.v16i32.p0", VI, args)
 
 
 def prefetch(builder: Any, address: Any, level: int) -> None:

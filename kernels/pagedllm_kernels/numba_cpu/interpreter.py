@@ -15,30 +15,43 @@ from __future__ import annotations
 from typing import Any
 
 from pagedllm_kernels.numba_cpu import layout as at
-from pagedllm_kernels.numba_cpu.atomics import fetch_add, give_way, load_acquire, pause
 from pagedllm_kernels.numba_cpu.attend import attend
-from pagedllm_kernels.numba_cpu.layout import LANES
+from pagedllm_kernels.numba_cpu.layout import LANES, LINE
 from pagedllm_kernels.numba_cpu.linear import linear, linear_tasks
 from pagedllm_kernels.numba_cpu.plan import plan
-from pagedllm_kernels.numba_cpu.rows import EMBED_ROWS, NORM_ROWS, embed, norm, pack
-from pagedllm_kernels.numba_cpu.simd import BF16, F16, F32, field, jit, via
+from pagedllm_kernels.numba_cpu.rows import EMBED_ROWS, NORM_ROWS, embed, norm, pack, quantize
+from pagedllm_kernels.numba_cpu.simd import (
+    BF16,
+    F16,
+    F32,
+    S8,
+    fetch_add,
+    field,
+    give_way,
+    jit,
+    load_acquire,
+    pause,
+    via,
+)
 from pagedllm_kernels.numba_cpu.write import WRITE_ROWS, write
 
-# What is compiled on its own, each after what it calls.
+# What is compiled on its own, each after what it calls. A unit's ``atag`` is how activations
+# are stored, its ``wtag`` how weights are.
 ATTENTION_UNITS = ("write", "plan", "_scores", "_softmax", "_values", "_block", "attend")
-MODEL_UNITS = ("embed", "norm", "pack", "finish", "_product", "_linear_few", "_linear_many")
+MODEL_UNITS = ("embed", "norm", "pack")
+LINEAR_UNITS = ("_finish", "_product", "_linear_few", "_linear_many")
 
 
 @jit
 def _tasks(op: int, job: int) -> int:
     """Return the number of tasks of an operation."""
     code = field(op, at.CODE)
-    if code == at.LINEAR:
+    if code in (at.LINEAR, at.LINEAR_I8):
         return linear_tasks(op, job)
     if code == at.PACK:
         rows = via(job, op, at.P_ROWS_AT)
         return 0 if rows < field(job, at.FEW_ROWS) else (rows + LANES - 1) // LANES
-    if code == at.NORM:
+    if code in (at.NORM, at.QUANTIZE):  # the number of rows is the first field of both
         return (via(job, op, at.N_ROWS_AT) + NORM_ROWS - 1) // NORM_ROWS
     if code == at.WRITE:
         return (field(job, at.NUM_TOKENS) + WRITE_ROWS - 1) // WRITE_ROWS
@@ -49,8 +62,11 @@ def _tasks(op: int, job: int) -> int:
     return 1
 
 
+# A parameter that is None leads nowhere: Numba prunes the branch, and less is compiled.
+
+
 @jit
-def _run_task(op: int, job: int, task: int, scratch: int, wtag: Any, atag: Any) -> None:
+def _run_task(op: int, job: int, task: int, scratch: int, model: Any, int8: Any, atag: Any) -> None:
     code = field(op, at.CODE)
     if code == at.WRITE:
         write(op, job, task, scratch, atag)
@@ -58,27 +74,24 @@ def _run_task(op: int, job: int, task: int, scratch: int, wtag: Any, atag: Any) 
         attend(op, job, task, scratch, atag)
     elif code == at.PLAN:
         plan(op, job)
-    # Numba prunes this where there are no weights, and attention alone compiles faster.
-    if wtag is not None:
-        _run_model_task(code, op, job, task, scratch, wtag, atag)
+    if model is not None:
+        if code == at.LINEAR:
+            linear(op, job, task, scratch, atag, atag)
+        elif code == at.PACK:
+            pack(op, job, task, scratch)
+        elif code == at.NORM:
+            norm(op, job, task, atag)
+        elif code == at.EMBED:
+            embed(op, job, task, atag)
+    if int8 is not None:
+        if code == at.LINEAR_I8:
+            linear(op, job, task, scratch, int8, atag)
+        elif code == at.QUANTIZE:
+            quantize(op, job, task, atag)
 
 
 @jit
-def _run_model_task(
-    code: int, op: int, job: int, task: int, scratch: int, wtag: Any, atag: Any
-) -> None:
-    if code == at.LINEAR:
-        linear(op, job, task, scratch, wtag, atag)
-    elif code == at.PACK:
-        pack(op, job, task)
-    elif code == at.NORM:
-        norm(op, job, task, atag)
-    elif code == at.EMBED:
-        embed(op, job, task, wtag)
-
-
-@jit
-def _run(job: int, wtag: Any, atag: Any) -> None:
+def _run(job: int, model: Any, int8: Any, atag: Any) -> None:
     """Take part in a program.
 
     ``SYNC`` points to zeros: a thread counter, then per operation a line for the tasks done
@@ -92,17 +105,17 @@ def _run(job: int, wtag: Any, atag: Any) -> None:
     for number in range(field(job, at.NUM_OPS)):
         op = field(job, at.OPS) + number * at.RECORD * at.FIELD
         tasks = _tasks(op, job)
-        done_at = sync + at.LINE + number * (threads + 1) * at.LINE
+        done_at = sync + LINE + number * (threads + 1) * LINE
         done = 0
         for i in range(threads):
             owner = (me + i) % threads
             low = tasks * owner // threads
             size = tasks * (owner + 1) // threads - low
-            counter = done_at + (1 + owner) * at.LINE
+            counter = done_at + (1 + owner) * LINE
             while load_acquire(counter) < size:
                 task = fetch_add(counter, 1)
                 if task < size:
-                    _run_task(op, job, low + task, scratch, wtag, atag)
+                    _run_task(op, job, low + task, scratch, model, int8, atag)
                     done += 1
         if done:
             fetch_add(done_at, done)
@@ -115,34 +128,45 @@ def _run(job: int, wtag: Any, atag: Any) -> None:
                 waited = 0
 
 
-# The functions that are compiled: storage of weights, and of activations and cache.
-
-
-def model_f32(job: int) -> None:
-    """fp32 throughout."""
-    _run(job, F32, F32)
-
-
-def model_bf16(job: int) -> None:
-    """bf16 storage; sums, norms and the residual stream are fp32."""
-    _run(job, BF16, BF16)
-
-
-def model_f16(job: int) -> None:
-    """fp16 storage; sums, norms and the residual stream are fp32."""
-    _run(job, F16, F16)
+# The functions that are compiled: what for, and how activations and cache are stored. Sums,
+# norms and the residual stream are float32 in all of them.
 
 
 def attention_f32(job: int) -> None:
-    """Attention alone, fp32 cache."""
-    _run(job, None, F32)
+    """Attention alone."""
+    _run(job, None, None, F32)
 
 
 def attention_bf16(job: int) -> None:
-    """Attention alone, bf16 cache."""
-    _run(job, None, BF16)
+    """Attention alone."""
+    _run(job, None, None, BF16)
 
 
 def attention_f16(job: int) -> None:
-    """Attention alone, fp16 cache."""
-    _run(job, None, F16)
+    """Attention alone."""
+    _run(job, None, None, F16)
+
+
+def model_f32(job: int) -> None:
+    """A decoder's step."""
+    _run(job, True, None, F32)
+
+
+def model_bf16(job: int) -> None:
+    """A decoder's step."""
+    _run(job, True, None, BF16)
+
+
+def model_f16(job: int) -> None:
+    """A decoder's step."""
+    _run(job, True, None, F16)
+
+
+def int8_bf16(job: int) -> None:
+    """A decoder's step with weights in int8, all or some."""
+    _run(job, True, S8, BF16)
+
+
+def int8_f32(job: int) -> None:
+    """A decoder's step with weights in int8, all or some."""
+    _run(job, True, S8, F32)

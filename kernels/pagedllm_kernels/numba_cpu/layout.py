@@ -1,11 +1,13 @@
-"""Where things stand in the two tables that a program is made of.
+"""Where things stand in the tables that compiled code reads.
 
-Owner: numba_cpu. Both are int64, and a compiled function sees them as addresses.
+Owner: numba_cpu. All are int64, and compiled code sees them as addresses.
 
 The *job* holds what changes from step to step: counts, addresses of inputs, and addresses of
-buffers. An *operation* is a record of ``RECORD`` fields, of which the first is its code.
-A field named ``..._AT`` holds an index into the job, so that a program outlives its buffers;
-others hold addresses of weights, sizes, or a float32 in their low half.
+buffers. An *operation* is a record of ``RECORD`` fields, of which the first is its code. A
+*frame* is at the start of each thread's scratch, and holds what the functions of one task
+share, followed by the arguments of the tiles they call. A field named ``..._AT`` holds an
+index into the job, so that a program outlives its buffers; others hold addresses, sizes, or
+a float32 in their low half.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 LANES = 16  # numbers in a vector
 RECORD = 48
 FIELD = 8  # bytes
-LINE = 64  # bytes between counters of different threads
+LINE = 64  # bytes of a cache line, and of 16 units of 4 bytes
 
 # --- job ---------------------------------------------------------------------------------------
 OPS, NUM_OPS, SYNC, THREADS, SCRATCH, SCRATCH_SIZE = range(6)
@@ -21,30 +23,35 @@ NUM_TOKENS, NUM_SEQS, NUM_LOGITS = range(6, 9)
 TOKEN_IDS, POSITIONS, LOGIT_INDICES = range(9, 12)
 QUERY_STARTS, CONTEXT_LENS, PAGE_TABLE, PAGE_TABLE_WIDTH, SLOT_MAPPING, PAGE_SIZE = range(12, 18)
 FEW_ROWS = 18  # row counts below it go through inner tiles, others through outer ones
-PARTIALS = 19  # of attention split along the context
-SPLIT_ROWS = 21  # row counts below it are kept in two rows each
-SPINS = 20  # waiting loops before a thread gives its core away
-BUFFERS = 24  # the first buffer; a program decides what follows
+SPLIT_ROWS = 19  # row counts below it are kept in two rows each
+PARTIALS = 20  # of attention split along the context
+SPINS = 21  # waiting loops before a thread gives its core away
+TILES, TILES_I8 = 22, 23  # addresses of tiles, by number: of this storage type, and of int8
+QUERIES, TASKS = 24, 25  # attention's buffers; a program decides what follows
 JOB_SIZE = 64
 
 # --- operations --------------------------------------------------------------------------------
 CODE = 0
-EMBED, NORM, PACK, LINEAR, WRITE, PLAN, ATTEND = range(1, 8)
+EMBED, NORM, QUANTIZE, PACK, LINEAR, LINEAR_I8, WRITE, PLAN, ATTEND = range(1, 10)
 
 # EMBED: out[t] = table[token_ids[t]] * scale
-E_TABLE, E_WIDTH, E_OUT_AT, E_OUT_STRIDE, E_SCALE = range(1, 6)
+E_TABLE, E_WIDTH, E_OUT_AT, E_OUT_STRIDE, E_SCALE, E_ROW_SCALES = range(1, 7)
 
 # NORM: rows of ``in`` (through an index when there is one) scaled to a root mean square of 1
 N_ROWS_AT, N_IN_AT, N_IN_OFFSET, N_IN_STRIDE, N_INDEX_AT = range(1, 6)
 N_OUT_AT, N_OUT_OFFSET, N_OUT_STRIDE, N_WIDTH, N_WEIGHT, N_MODE, N_EPS, N_SCALE = range(6, 14)
 STORE, STORE_F32, ADD = range(3)  # modes: as activations, as float32, added to float32 * scale
 
+# QUANTIZE: rows of activations to uint8, each with a float32 factor
+Q_ROWS_AT, Q_IN_AT, Q_IN_STRIDE, Q_WIDTH, Q_OUT_AT, Q_OUT_STRIDE, Q_SCALES_AT = range(1, 8)
+
 # PACK: panels of 16 rows, [units, 16], for outer tiles
 P_ROWS_AT, P_IN_AT, P_IN_STRIDE, P_UNITS, P_OUT_AT = range(1, 6)
 
-# LINEAR
+# LINEAR and LINEAR_I8
 L_ROWS_AT, L_WEIGHT, L_STRIDE, L_SIZE, L_UNITS, L_IN_AT, L_IN_STRIDE, L_PACKED_AT = range(1, 9)
 L_BIAS, L_OUT_AT, L_OUT_STRIDE, L_MODE, L_SCALE, L_CAP, L_ACTIVATION = range(9, 16)
+L_ROW_SCALES_AT, L_SCALES, L_OFFSETS = range(16, 19)  # of int8: see ``linear``
 # modes besides STORE_F32 and ADD: activation(gate) * up, as activations; logits
 GATED, LOGITS = 3, 4
 SILU, GELU_TANH, GELU = range(3)
@@ -55,26 +62,42 @@ W_KEY_AT, W_KEY_OFFSET, W_KEY_STRIDE = range(4, 7)
 W_VALUE_AT, W_VALUE_OFFSET, W_VALUE_STRIDE, W_IN_F32 = range(7, 11)
 W_Q_NORM, W_K_NORM, W_EPS, W_HALF, W_COS, W_SIN = range(11, 17)
 
-# PLAN: the tasks of ATTEND
+# PLAN: the tasks of ATTEND; ATTEND; and what WRITE shares with them
 A_WINDOW, A_TASKS_AT = 17, 18
-# ATTEND, and what WRITE and PLAN share with it
-A_QUERY_AT, A_KEYS, A_VALUES, A_HEADS, A_KV_HEADS, A_DIM, A_VALUE_DIM = range(19, 26)
-A_SCALE, A_CAP, A_SINKS, A_OUT_AT, A_OUT_STRIDE, A_OUT_F32 = range(26, 32)
-A_GROUP = 32  # heads that share a KV head
-A_UNITS = 33  # units of a key or a query
-A_SLOTS = 34  # slots of a page, a multiple of 16
-A_KEY_BYTES, A_VALUE_BYTES = 35, 36  # of one head in a page
-A_WIDTH = 37  # bytes of a row of weighted values, float32, a multiple of 16
-A_TILE_QUERIES = 38  # queries in a tile
-A_PART_BYTES = 39  # of a tile's partial result: sums, then two lines of statistics per row
-A_PER_BLOCK = 40  # pages in a block of keys
+A_KEYS, A_VALUES, A_HEADS, A_KV_HEADS, A_DIM, A_VALUE_DIM = range(19, 25)
+A_SCALE, A_CAP, A_SINKS, A_OUT_AT, A_OUT_STRIDE, A_OUT_F32 = range(25, 31)
+A_GROUP = 31  # heads that share a KV head
+A_UNITS = 32  # units of a key or a query
+A_SLOTS = 33  # slots of a page, a multiple of 16
+A_KEY_BYTES, A_VALUE_BYTES = 34, 35  # of one head in a page
+A_WIDTH = 36  # bytes of a row of weighted values, float32, a multiple of 16
+A_TILE_QUERIES = 37  # queries in a tile
+A_PART_BYTES = 38  # of a tile's partial result: sums, then two lines of statistics per row
+A_PER_BLOCK = 39  # pages in a block of keys
 
-# A task of ATTEND: int64 each, after the number of tasks, which takes the first TASK fields
-TASK = 8
+# A task of ATTEND: int64 each, after the number of tasks, which takes the place of one
+TASK = 8 * FIELD  # bytes
 T_SEQ, T_HEAD, T_ROW, T_ROWS, T_FIRST, T_LAST, T_PART, T_PARTS = range(8)
 
-# --- tiles of attention, and their limits on scratch -------------------------------------------
-TILE_ROWS = 48  # queries times heads of the group in a tile, unless the group alone is more
+# --- frames, and arguments of tiles ------------------------------------------------------------
+F_TASK, F_ROWS, F_SUMS, F_STATS, F_KEYS, F_VALUES, F_SCORES, F_STRIDE = range(8)
+F_PAGE, F_PAGES, F_NEXT, F_NEXT_PAGE = range(8, 12)
+
+ARGS = 512  # bytes from the frame to the arguments of outer and inner tiles
+MORE_ARGS = 640  # to those of weigh and transpose
+O_A, O_A_STRIDE, O_A_LAST, O_LIST, O_STRIDE, O_UNITS, O_C, O_C_STRIDE, O_AHEAD = range(9)
+I_W, I_W_STRIDE, I_W_LAST, I_X, I_X_STRIDE, I_X_LAST, I_UNITS, I_OUT, I_OUT_STRIDE = range(9)
+V_P, V_P_STRIDE, V_LIST, V_PAGES, V_UNITS, V_LAST_UNITS, V_LAST_MASK = range(7)
+V_OFFSET, V_STRIDE, V_C, V_C_STRIDE = range(7, 11)
+X_SOURCE, X_STRIDE, X_LAST, X_TARGET, X_TARGET_STRIDE = range(5)
+
+# Numbers of tiles, to which the rows are added, or for MANY the columns and for FEW log2 of
+# the rows of the input.
+MANY, FIRST, REST, WEIGH_FIRST, WEIGH_REST, WEIGH_ONE, FEW, TURN = 0, 4, 11, 18, 25, 32, 39, 43
+NUM_TILES = 44
+
+# --- blocks of attention -----------------------------------------------------------------------
+TILE_ROWS = 48  # queries times heads of the group in a task, unless the group alone is more
 BLOCK_KEYS = 256  # keys between two updates of the softmax
 PART_KEYS = 256  # a context is not split into parts of fewer keys
 
@@ -84,8 +107,9 @@ PANEL = 48  # rows of input in one pass over them
 GROUP = 192  # rows of input in a task
 MAX_FEW = 64  # rows that the scratch of few rows holds
 RESULT_ROW = 2 * BLOCK * 4  # bytes of a row of results
-LIST = 0  # addresses of panels, and of what to prefetch
-RESULT = 256  # float32 [MAX_FEW, 2 * BLOCK], results by row
+PANELS = 768  # addresses of panels
+WORK = 1024  # what is left for the operation
+RESULT = WORK  # float32 [MAX_FEW, 2 * BLOCK], results by row
 TURNED = RESULT + MAX_FEW * RESULT_ROW  # float32 [2 * BLOCK, PANEL], as tiles store them
 STAGE = TURNED + 2 * BLOCK * PANEL * 4  # a copy of a block of weights
 

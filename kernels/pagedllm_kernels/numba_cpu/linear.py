@@ -4,9 +4,13 @@ Owner: numba_cpu. Weights stay in memory once, row-major as checkpoints hold the
 reads its rows of the weights once and multiplies them by all rows of the input, so a step
 of many sequences reads the weights as often as a step of one.
 
-Few rows: dot products of two contiguous rows (:func:`tiles.inner`), bound by reading the
-weights. Many rows: the input is packed into panels of 16 rows, and a tile multiplies numbers
-of the weights, broadcast, by vectors of 16 rows (:func:`tiles.outer`), bound by arithmetic.
+Few rows: dot products of two contiguous rows (``inner`` tiles), bound by reading the weights.
+Many rows: the input is packed into panels of 16 rows, and a tile multiplies numbers of the
+weights, broadcast, by vectors of 16 rows (``outer`` tiles), bound by arithmetic.
+
+int8 weights have a factor per row, and the input one per row of its own: with x the uint8
+that stands for ``(x - 128) * a`` and w the int8 that stands for ``w * b``, a product is
+``(sum of x * w - offset) * a * b``, where ``offset`` is 128 times the sum of a row of w.
 """
 
 from __future__ import annotations
@@ -16,40 +20,31 @@ from typing import Any
 import numpy as np
 
 from pagedllm_kernels.numba_cpu import layout as at
-from pagedllm_kernels.numba_cpu.blocks import copy, fetch
 from pagedllm_kernels.numba_cpu.features import FEATURES
-from pagedllm_kernels.numba_cpu.layout import (
-    BLOCK,
-    GROUP,
-    LANES,
-    LIST,
-    PANEL,
-    RESULT,
-    RESULT_ROW,
-    STAGE,
-    TURNED,
-)
+from pagedllm_kernels.numba_cpu.layout import BLOCK, GROUP, LANES, PANEL, RESULT, RESULT_ROW
 from pagedllm_kernels.numba_cpu.rows import (
+    ONE,
+    ZERO,
     Vector,
+    activate,
     store_activation,
     strands,
-    vexp,
-    vsigmoid,
     vtanh,
 )
 from pagedllm_kernels.numba_cpu.simd import (
     F32,
-    copysign,
+    copy,
+    fetch,
     field,
     fma,
-    inner,
+    get,
     itemsize,
     jit,
-    outer,
     real,
+    run_tile,
+    set_field,
     splat,
     store64,
-    transpose,
     unit,
     via,
     vload,
@@ -59,19 +54,9 @@ from pagedllm_kernels.numba_cpu.simd import (
 
 WIDE = FEATURES.wide
 
-_START = 1024  # bytes to fetch where a stream of weights will go on
 FEW_BYTES = 24576  # of weights in a task of few rows
-
-_HALF = np.float32(0.5)
-_ONE = np.float32(1.0)
-_GELU_A = np.float32(0.7978845608028654)  # sqrt(2 / pi)
-_GELU_B = np.float32(0.044715)
-_ERF_P = np.float32(0.3275911)
-_ERF_1 = np.float32(0.254829592)
-_ERF_2 = np.float32(-0.284496736)
-_ERF_3 = np.float32(1.421413741)
-_ERF_4 = np.float32(-1.453152027)
-_ERF_5 = np.float32(1.061405429)
+_START = 1024  # bytes to fetch where a stream of weights will go on
+_LOW = np.float32(1.0 / 254.0)  # factor of the second of two int8 rows
 
 
 @jit
@@ -82,13 +67,13 @@ def linear_tasks(op: int, job: int) -> int:
     if rows == 0:
         return 0
     if rows < field(job, at.FEW_ROWS):
-        block = few_block(op)
+        block = _few_block(op)
         return (size + block - 1) // block
     return (size + BLOCK - 1) // BLOCK * ((rows + GROUP - 1) // GROUP)
 
 
 @jit
-def few_block(op: int) -> int:
+def _few_block(op: int) -> int:
     """Rows of weights in a task of few rows: a multiple of BLOCK."""
     return max(BLOCK, FEW_BYTES // field(op, at.L_STRIDE) // BLOCK * BLOCK)
 
@@ -102,62 +87,55 @@ def linear(op: int, job: int, task: int, scratch: int, wtag: Any, atag: Any) -> 
         _linear_many(op, job, task, scratch, wtag, atag)
 
 
+@jit
+def _tiles(job: int, tag: Any) -> int:
+    return field(job, at.TILES_I8 if itemsize(tag) == 1 else at.TILES)
+
+
 @unit
 def _linear_few(op: int, job: int, task: int, scratch: int, wtag: Any, atag: Any) -> None:
     rows = via(job, op, at.L_ROWS_AT)
     size = field(op, at.L_SIZE)
     stride = field(op, at.L_STRIDE)
-    gated = field(op, at.L_MODE) == at.GATED
-    block = few_block(op)
-    result = scratch + RESULT
-    lines = strands(job, rows, wtag)
+    halves = 2 if field(op, at.L_MODE) == at.GATED else 1
+    block = _few_block(op)
+    args = scratch + at.ARGS
+    set_field(args, at.I_W_STRIDE, stride)
+    set_field(args, at.I_X_STRIDE, field(op, at.L_IN_STRIDE))
+    set_field(args, at.I_UNITS, field(op, at.L_UNITS))
+    set_field(args, at.I_OUT_STRIDE, RESULT_ROW)
     for n in range(task * block, min((task + 1) * block, size), BLOCK):
         weight = field(op, at.L_WEIGHT) + n * stride
-        if gated:
-            fetch(weight + size * stride, _START)
-        for i in range(0, min(BLOCK, size - n), LANES):
-            _dot_rows(
-                op, job, weight + i * stride, size - 1 - n - i, rows * lines, result + 4 * i, wtag
-            )
-        if gated:
-            fetch(weight + BLOCK * stride, _START)
-            weight += size * stride
+        for half in range(halves):
+            if halves == 2:
+                # Where the stream goes on when these rows are done.
+                fetch(weight + (BLOCK if half else size) * stride, _START)
+            place = weight + half * size * stride
             for i in range(0, min(BLOCK, size - n), LANES):
-                _dot_rows(op, job, weight + i * stride, size - 1 - n - i, rows * lines,
-                          result + 4 * (BLOCK + i), wtag)  # fmt: skip
-        finish(op, job, 0, rows, n, result, lines, atag)
+                _dot_rows(op, job, args, place + i * stride, size - 1 - n - i,
+                          scratch + RESULT + 4 * (half * BLOCK + i), wtag)  # fmt: skip
+        lines = strands(job, rows, wtag)
+        _finish(op, job, 0, rows, n, scratch + RESULT, lines, wtag, atag)
 
 
 @jit
-def _dot_rows(op: int, job: int, weight: int, last: int, rows: int, result: int, wtag: Any) -> None:
+def _dot_rows(op: int, job: int, args: int, weight: int, last: int, result: int, wtag: Any) -> None:
     """Multiply 16 rows of weights, of which ``last`` is the last, by all rows of the input."""
+    rows = via(job, op, at.L_ROWS_AT)
+    rows *= strands(job, rows, wtag)
     stride = field(op, at.L_STRIDE)
-    units = field(op, at.L_UNITS)
-    x_stride = field(op, at.L_IN_STRIDE)
-    x = via(job, op, at.L_IN_AT)
-    row = 0
-    while row < rows:
-        x_last = rows - 1 - row
-        if x_last == 0:
-            inner(16, 1, 0, wtag, weight, stride, last, x, x_stride, 0, units, result, RESULT_ROW)
-            row += 1
-        elif x_last == 1:
-            for i in range(0, 16, 8):
-                inner(8, 2, 0, wtag, weight + i * stride, stride, last - i, x, x_stride, x_last,
-                      units, result + 4 * i, RESULT_ROW)  # fmt: skip
-            row += 2
-        elif x_last <= 3:
-            for i in range(0, 16, 4):
-                inner(4, 4, 0, wtag, weight + i * stride, stride, last - i, x, x_stride, x_last,
-                      units, result + 4 * i, RESULT_ROW)  # fmt: skip
-            row += 4
-        else:
-            for i in range(0, 16, 2):
-                inner(2, 8, 0, wtag, weight + i * stride, stride, last - i, x, x_stride, x_last,
-                      units, result + 4 * i, RESULT_ROW)  # fmt: skip
-            row += 8
-        x += 8 * x_stride
-        result += 8 * RESULT_ROW
+    for row in range(0, rows, 8):
+        x_last = min(rows - row, 8) - 1
+        power = 0  # of two, of which a tile takes that many rows of the input
+        while 1 << power <= x_last:
+            power += 1
+        set_field(args, at.I_X, via(job, op, at.L_IN_AT) + row * field(op, at.L_IN_STRIDE))
+        set_field(args, at.I_X_LAST, x_last)
+        for i in range(0, LANES, LANES >> power):
+            set_field(args, at.I_W, weight + i * stride)
+            set_field(args, at.I_W_LAST, last - i)
+            set_field(args, at.I_OUT, result + row * RESULT_ROW + 4 * i)
+            run_tile(_tiles(job, wtag), at.FEW + power, args)
 
 
 @unit
@@ -176,73 +154,72 @@ def _linear_many(op: int, job: int, task: int, scratch: int, wtag: Any, atag: An
     following, following_far = weight + BLOCK * stride, far  # the next task's weights
     if stride % 2048 == 0:
         # Rows a multiple of the cache's ways apart would evict each other.
-        stage = scratch + STAGE
         padded = units * 4 + at.LINE
         for half in range(halves):
             for i in range(count):
-                copy(stage + (half * BLOCK + i) * padded, weight + half * far + i * stride,
-                     units * 4)  # fmt: skip
-        weight, stride, far = stage, padded, BLOCK * padded
+                copy(scratch + at.STAGE + (half * BLOCK + i) * padded,
+                     weight + half * far + i * stride, units * 4)  # fmt: skip
+        weight, stride, far = scratch + at.STAGE, padded, BLOCK * padded
+    args = scratch + at.ARGS
+    set_field(args, at.O_A_STRIDE, stride)
+    set_field(args, at.O_STRIDE, at.LINE)
+    set_field(args, at.O_UNITS, units)
+    set_field(args, at.O_C_STRIDE, PANEL * 4)
     for m in range(first, min(first + GROUP, rows), PANEL):
-        panel_rows = min(PANEL, rows - m)
         for half in range(halves):
             ahead = following + half * following_far if m == first else 0
-            _product(op, job, scratch, weight + half * far, stride, count, m, panel_rows,
-                     half, ahead, wtag)  # fmt: skip
-        finish(op, job, m, panel_rows, n, scratch + RESULT, 1, atag)
+            _product(op, job, scratch, weight + half * far, count, m, half, ahead, wtag)
+        _finish(op, job, m, min(PANEL, rows - m), n, scratch + RESULT, 1, wtag, atag)
 
 
 @unit
 def _product(
-    op: int, job: int, scratch: int, weight: int, stride: int, count: int, m: int,
-    panel_rows: int, half: int, following: int, wtag: Any,
+    op: int, job: int, scratch: int, weight: int, count: int, m: int, half: int,
+    following: int, wtag: Any,
 ) -> None:  # fmt: skip
     """Multiply ``count`` rows of weights by up to PANEL rows of input, into the results.
 
     Meanwhile the weights at ``following`` (unless it is 0) are fetched into the cache.
     """
     units = field(op, at.L_UNITS)
-    turned = scratch + TURNED + half * BLOCK * PANEL * 4
-    panels = (panel_rows + LANES - 1) // LANES
+    args = scratch + at.ARGS
+    turned = scratch + at.TURNED + half * BLOCK * PANEL * 4
+    panels = (min(PANEL, via(job, op, at.L_ROWS_AT) - m) + LANES - 1) // LANES
     packed = via(job, op, at.L_PACKED_AT) + m // LANES * units * at.LINE
     for j in range(panels):
-        store64(packed + j * units * at.LINE, scratch + LIST + 8 * j)
-    step = 8
-    if WIDE and panels == 1:
-        step = 16
-    if not WIDE:
-        step = 4
+        store64(packed + j * units * at.LINE, scratch + at.PANELS + 8 * j)
+    columns, step = 1, 4
+    if WIDE:
+        columns = panels
+        step = 16 if panels == 1 else 8
     for i in range(0, count, step):
-        source = weight + i * stride
+        set_field(args, at.O_A, weight + i * field(args, at.O_A_STRIDE))
+        set_field(args, at.O_A_LAST, count - 1 - i)
         # A tile fetches a line per unit, so two of them fetch a block.
         turn = i // step
-        ahead = following + turn * units * at.LINE if following and turn < 2 else packed
-        last = count - 1 - i
-        c = turned + i * PANEL * 4
-        if not WIDE:
-            for j in range(panels):
-                outer(4, 1, 1, wtag, source, stride, last, scratch + LIST + 8 * j, at.LINE,
-                      units, c + j * 64, PANEL * 4, ahead)  # fmt: skip
-        elif panels == 3:
-            outer(8, 3, 1, wtag, source, stride, last, scratch + LIST, at.LINE, units, c,
-                  PANEL * 4, ahead)  # fmt: skip
-        elif panels == 2:
-            outer(8, 2, 1, wtag, source, stride, last, scratch + LIST, at.LINE, units, c,
-                  PANEL * 4, ahead)  # fmt: skip
-        else:
-            outer(16, 1, 1, wtag, source, stride, last, scratch + LIST, at.LINE, units, c,
-                  PANEL * 4, ahead)  # fmt: skip
+        fetched = following + turn * units * at.LINE if following and turn < 2 else packed
+        set_field(args, at.O_AHEAD, fetched)
+        for j in range(0, panels, columns):
+            set_field(args, at.O_LIST, scratch + at.PANELS + 8 * j)
+            set_field(args, at.O_C, turned + i * PANEL * 4 + j * at.LINE)
+            run_tile(_tiles(job, wtag), at.MANY + columns, args)
+    args = scratch + at.MORE_ARGS
+    set_field(args, at.X_STRIDE, PANEL * 4)
+    set_field(args, at.X_LAST, LANES - 1)
+    set_field(args, at.X_TARGET_STRIDE, RESULT_ROW)
     for j in range(panels):
         for i in range(0, BLOCK, LANES):
-            transpose(16, 16, 0, F32, turned + i * PANEL * 4 + j * 64, PANEL * 4, 15,
-                      scratch + RESULT + j * LANES * RESULT_ROW + (half * BLOCK + i) * 4,
-                      RESULT_ROW)  # fmt: skip
+            set_field(args, at.X_SOURCE, turned + i * PANEL * 4 + j * at.LINE)
+            result = scratch + RESULT + j * LANES * RESULT_ROW
+            set_field(args, at.X_TARGET, result + (half * BLOCK + i) * 4)
+            run_tile(field(job, at.TILES), at.TURN, args)
 
 
 @unit
-def finish(
-    op: int, job: int, first: int, rows: int, n: int, result: int, lines: int, atag: Any
-) -> None:
+def _finish(
+    op: int, job: int, first: int, rows: int, n: int, result: int, lines: int, wtag: Any,
+    atag: Any,
+) -> None:  # fmt: skip
     """Apply what follows a product to a block of its results and store them.
 
     Args:
@@ -253,6 +230,7 @@ def finish(
         n: the column that the first of up to BLOCK columns belongs to.
         result: float32 [rows, 2 * BLOCK]; of a gated product, gates and then up projections.
         lines: of results to a row; they are added up.
+        wtag: how weights are stored.
         atag: how activations are stored.
     """
     mode = field(op, at.L_MODE)
@@ -263,55 +241,44 @@ def finish(
     scale = splat(real(op, at.L_SCALE))
     cap = real(op, at.L_CAP)
     width = itemsize(atag) if mode == at.GATED else 4
+    out_lines = strands(job, via(job, op, at.L_ROWS_AT), atag) if mode == at.GATED else 1
     target = via(job, op, at.L_OUT_AT) + first * stride + n * width
-    for _ in range(rows):
+    for row in range(first, first + rows):
         for i in range(0, min(BLOCK, size - n), LANES):
             count = min(LANES, size - n - i)
             out = target + i * width
-            v = _result(result + 4 * i, lines)
+            v = _result(op, job, result + 4 * i, lines, row, n + i, wtag)
             if bias:
                 v = v + vload(bias + 4 * (n + i), F32)
             if mode == at.GATED:
-                u = _result(result + 4 * (BLOCK + i), lines)
+                u = _result(op, job, result + 4 * (BLOCK + i), lines, row, size + n + i, wtag)
                 if bias:
                     u = u + vload(bias + 4 * (size + n + i), F32)
-                store_activation(activate(v, activation) * u, out, count, lines, stride, atag)
+                v = activate(v, activation) * u
+                store_activation(v, out, count, out_lines, stride, atag)
                 continue
             if mode == at.LOGITS:
                 v = v * scale
-                if cap > np.float32(0):
-                    v = vtanh(v * splat(_ONE / cap)) * splat(cap)
+                if cap > ZERO:
+                    v = vtanh(v * splat(ONE / cap)) * splat(cap)
             elif mode == at.ADD:
-                v = fma(v, scale, vload_some(out, count, F32))
+                v = fma(v, scale, vload_some(out, count))
             vstore_some(v, out, count, F32)
-        target += stride * (lines if mode == at.GATED else 1)
+        target += stride * out_lines
         result += RESULT_ROW * lines
 
 
 @jit
-def _result(place: int, lines: int) -> Vector:
+def _result(op: int, job: int, place: int, lines: int, row: int, n: int, wtag: Any) -> Vector:
+    """Return 16 results of a row from column n on, of one line or of two."""
     v = vload(place, F32)
-    return v + vload(place + RESULT_ROW, F32) if lines == 2 else v
-
-
-@jit
-def activate(x: Vector, kind: int) -> Vector:
-    """SiLU, or GELU by tanh or by erf."""
-    if kind == at.SILU:
-        return x * vsigmoid(x)
-    if kind == at.GELU_TANH:
-        t = splat(_GELU_A) * fma(x * x * x, splat(_GELU_B), x)
-        return splat(_HALF) * x * (splat(_ONE) + vtanh(t))
-    return splat(_HALF) * x * (splat(_ONE) + verf(x * splat(np.float32(0.7071067811865476))))
-
-
-@jit
-def verf(x: Vector) -> Vector:
-    """Error function, within 2e-7 absolutely: Abramowitz and Stegun, 7.1.26."""
-    a = copysign(x, splat(_ONE))
-    t = splat(_ONE) / fma(a, splat(_ERF_P), splat(_ONE))
-    p = fma(splat(_ERF_5), t, splat(_ERF_4))
-    p = fma(p, t, splat(_ERF_3))
-    p = fma(p, t, splat(_ERF_2))
-    p = fma(p, t, splat(_ERF_1))
-    return copysign(splat(_ONE) - p * t * vexp(splat(np.float32(0)) - a * a), x)
+    if itemsize(wtag) == 1:
+        offset = vload(field(op, at.L_OFFSETS) + 4 * n, F32)
+        v = v - offset
+        if lines == 2:
+            v = fma(vload(place + RESULT_ROW, F32) - offset, splat(_LOW), v)
+        factor = splat(get(via(job, op, at.L_ROW_SCALES_AT) + 4 * row, F32))
+        return v * factor * vload(field(op, at.L_SCALES) + 4 * n, F32)
+    if lines == 2:
+        v = v + vload(place + RESULT_ROW, F32)
+    return v

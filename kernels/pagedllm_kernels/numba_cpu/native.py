@@ -1,13 +1,10 @@
-"""Compiles the register tiles with LLVM and gives Numba their symbols.
+"""Compiles the register tiles with LLVM, by way of the disk.
 
-Owner: numba_cpu. Invariants: a tile's symbol is known to the process before any function
-that calls it is compiled or loaded from Numba's cache; the compiled module lives as long as
-the process, as Numba's own do.
+Owner: numba_cpu. Invariant: compiled code lives as long as the process, as Numba's does.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import logging
 import os
@@ -25,13 +22,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@functools.cache
-def define(tiles: tuple[Tile, ...], folder: Path) -> Any:
-    """Compile tiles, or load them from ``folder``, and make their symbols known.
+_ENGINES: list[Any] = []  # what keeps compiled code in memory
 
-    Returns:
-        What keeps the code in memory.
-    """
+
+def addresses(tiles: list[Tile], folder: Path) -> list[int]:
+    """Compile tiles, or load them from ``folder``; return the addresses of their functions."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     cpu = config.CPU_NAME or llvm.get_host_cpu_name()
@@ -60,12 +55,11 @@ def define(tiles: tuple[Tile, ...], folder: Path) -> Any:
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
-    for tile in tiles:
-        llvm.add_symbol(tile.symbol, engine.get_function_address(tile.symbol))
-    return engine
+    _ENGINES.append(engine)
+    return [engine.get_function_address(tile.symbol) for tile in tiles]
 
 
-def _module(tiles: tuple[Tile, ...], machine: Any) -> Any:
+def _module(tiles: list[Tile], machine: Any) -> Any:
     module = ir.Module("pagedllm_tiles")
     module.triple = machine.triple
     module.data_layout = str(machine.target_data)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from pagedllm_kernels.numba_cpu import layout as at
-from pagedllm_kernels.numba_cpu.compiler import compiled
+from pagedllm_kernels.numba_cpu.compiler import Compiled, compiled
 from pagedllm_kernels.numba_cpu.layout import BLOCK_KEYS, LANES, TILE_ROWS, linear_scratch_bytes
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ Fields = dict[int, int | float]
 """Fields of an operation by their index in its record."""
 
 SPINS = 2000  # some 50 us
-QUERIES_AT, TASKS_AT = at.BUFFERS, at.BUFFERS + 1  # of attention; a model's buffers follow
 
 
 def operation(code: int, fields: Fields) -> list[int]:
@@ -75,7 +74,6 @@ class AttentionShape:
         """Return the fields that every operation of attention has."""
         slots = _up(page_size, LANES)
         return {
-            at.A_QUERY_AT: QUERIES_AT,
             at.A_HEADS: self.num_heads,
             at.A_KV_HEADS: self.num_kv_heads,
             at.A_DIM: self.head_dim,
@@ -106,7 +104,9 @@ class AttentionShape:
         per_block = max(1, BLOCK_KEYS // page_size)
         groups = -(-per_block * _up(page_size, LANES) // (4 * LANES))
         lists = (groups + 1) * 32 + (per_block + 4) * 8 + at.LINE
-        return self.part_bytes + lists + rows * groups * 256 + _up(self.head_dim, LANES) * 4
+        return (
+            at.WORK + self.part_bytes + lists + rows * groups * 256 + _up(self.head_dim, LANES) * 4
+        )
 
 
 def cache_shapes(
@@ -140,6 +140,7 @@ class Job:
         self.operations: NDArray[np.int64] = np.array(records, dtype=np.int64)
         self.fields: NDArray[np.int64] = np.zeros(at.JOB_SIZE, dtype=np.int64)
         self._function, self._team = function, team
+        self._compiled: Compiled | None = None
         self._buffers: dict[int, torch.Tensor] = {}
         self._metadata: AttentionMetadata | None = None
         lines = 1 + len(records) * (team.threads + 1)
@@ -152,7 +153,8 @@ class Job:
         self.fields[at.FEW_ROWS] = few_rows
         self.fields[at.SPLIT_ROWS] = split_rows
         self.fields[at.SPINS] = SPINS
-        products = self.operations[self.operations[:, at.CODE] == at.LINEAR, at.L_UNITS]
+        codes = self.operations[:, at.CODE]
+        products = self.operations[(codes == at.LINEAR) | (codes == at.LINEAR_I8), at.L_UNITS]
         if len(products):
             self.reserve_scratch(linear_scratch_bytes(int(products.max())))
         self._address = self.fields.ctypes.data
@@ -203,16 +205,20 @@ class Job:
         tiles = (tokens // shape.tile_queries + seqs) * shape.num_kv_heads
         parts = 8 * self._team.threads
         for i in range(task_lists):
-            self.reserve(TASKS_AT + i, (tiles + parts + 1) * at.TASK * 8)
+            self.reserve(at.TASKS + i, (tiles + parts + 1) * at.TASK)
         self.reserve(at.PARTIALS, parts * shape.part_bytes)
-        self.reserve(QUERIES_AT, shape.query_bytes(tokens))
+        self.reserve(at.QUERIES, shape.query_bytes(tokens))
         self.reserve_scratch(shape.scratch_bytes(metadata.page_size))
         self._metadata = metadata
 
     def run(self) -> None:
         """Run the program on every thread; returns when it is done."""
+        if self._compiled is None:
+            self._compiled = compiled(self._function)
+            self.fields[at.TILES] = self._compiled.tiles.ctypes.data
+            self.fields[at.TILES_I8] = self._compiled.tiles_int8.ctypes.data
         self._sync.fill(0)
-        self._team.run(compiled(self._function), self._address)
+        self._team.run(self._compiled.address, self._address)
 
 
 def _up(value: int, step: int) -> int:

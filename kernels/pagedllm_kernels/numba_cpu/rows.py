@@ -1,4 +1,4 @@
-"""Operations on rows: embedding, norms, packing, and the vector functions they share.
+"""Operations on rows: embedding, norms, rounding to int8, packing; and functions of vectors.
 
 Owner: numba_cpu. Widths of the rows are multiples of 16 numbers.
 """
@@ -10,22 +10,28 @@ from typing import Any
 import numpy as np
 
 from pagedllm_kernels.numba_cpu import layout as at
-from pagedllm_kernels.numba_cpu.blocks import copy
 from pagedllm_kernels.numba_cpu.layout import LANES
 from pagedllm_kernels.numba_cpu.simd import (
     F32,
+    S8,
+    copy,
+    copysign,
     field,
     fma,
+    get,
+    hmax,
     hsum,
     itemsize,
     jit,
     load64,
+    put,
     real,
     round_even,
     rounded,
+    run_tile,
     scale_by_power,
+    set_field,
     splat,
-    transpose,
     unit,
     via,
     vload,
@@ -33,6 +39,7 @@ from pagedllm_kernels.numba_cpu.simd import (
     vmin,
     vstore,
     vstore_some,
+    vstore_uint8,
 )
 
 Vector = Any  # annotates a value of 16 floats
@@ -40,6 +47,7 @@ Vector = Any  # annotates a value of 16 floats
 EMBED_ROWS = 8  # of a task
 NORM_ROWS = 4
 
+ZERO, HALF, ONE, TWO = (np.float32(x) for x in (0.0, 0.5, 1.0, 2.0))
 _LOG2E = np.float32(1.4426950408889634)
 _LN2_HIGH = np.float32(-0.693359375)
 _LN2_LOW = np.float32(2.12194440e-4)
@@ -51,9 +59,17 @@ _C3 = np.float32(8.3334519073e-3)
 _C2 = np.float32(4.1665795894e-2)
 _C1 = np.float32(1.6666665459e-1)
 _C0 = np.float32(5.0000001201e-1)
-_ONE = np.float32(1.0)
-_TWO = np.float32(2.0)
-_ZERO = np.float32(0.0)
+_GELU_A = np.float32(0.7978845608028654)  # sqrt(2 / pi)
+_GELU_B = np.float32(0.044715)
+_ERF_SCALE = np.float32(0.7071067811865476)
+_ERF_P = np.float32(0.3275911)
+_ERF_1 = np.float32(0.254829592)
+_ERF_2 = np.float32(-0.284496736)
+_ERF_3 = np.float32(1.421413741)
+_ERF_4 = np.float32(-1.453152027)
+_ERF_5 = np.float32(1.061405429)
+_INT8_MAX = np.float32(127.0)
+_INT8_STEPS = np.float32(254.0)  # of what rounding to int8 leaves, at most half a step
 
 
 @jit
@@ -70,29 +86,52 @@ def vexp(x: Vector) -> Vector:
     p = fma(p, r, splat(_C2))
     p = fma(p, r, splat(_C1))
     p = fma(p, r, splat(_C0))
-    return scale_by_power(fma(p, r * r, r + splat(_ONE)), n)
+    return scale_by_power(fma(p, r * r, r + splat(ONE)), n)
 
 
 @jit
 def vsigmoid(x: Vector) -> Vector:
     """1 / (1 + e ** -x)."""
-    return splat(_ONE) / (splat(_ONE) + vexp(splat(_ZERO) - x))
+    return splat(ONE) / (splat(ONE) + vexp(splat(ZERO) - x))
 
 
 @jit
 def vtanh(x: Vector) -> Vector:
     """Hyperbolic tangent, within 1e-7 absolutely."""
-    return splat(_TWO) * vsigmoid(splat(_TWO) * x) - splat(_ONE)
+    return splat(TWO) * vsigmoid(splat(TWO) * x) - splat(ONE)
+
+
+@jit
+def verf(x: Vector) -> Vector:
+    """Error function, within 2e-7 absolutely: Abramowitz and Stegun, 7.1.26."""
+    a = copysign(x, splat(ONE))
+    t = splat(ONE) / fma(a, splat(_ERF_P), splat(ONE))
+    p = fma(splat(_ERF_5), t, splat(_ERF_4))
+    p = fma(p, t, splat(_ERF_3))
+    p = fma(p, t, splat(_ERF_2))
+    p = fma(p, t, splat(_ERF_1))
+    return copysign(splat(ONE) - p * t * vexp(splat(ZERO) - a * a), x)
+
+
+@jit
+def activate(x: Vector, kind: int) -> Vector:
+    """SiLU, or GELU by tanh or by erf."""
+    if kind == at.SILU:
+        return x * vsigmoid(x)
+    if kind == at.GELU_TANH:
+        t = splat(_GELU_A) * fma(x * x * x, splat(_GELU_B), x)
+        return splat(HALF) * x * (splat(ONE) + vtanh(t))
+    return splat(HALF) * x * (splat(ONE) + verf(x * splat(_ERF_SCALE)))
 
 
 @jit
 def strands(job: int, rows: int, tag: Any) -> int:
-    """Return in how many rows a row of activations is kept: 2 where they are few and narrow.
+    """Return in how many rows a row of a product's input is kept: 2 where they are few.
 
-    A number is then the sum of two of 16 bits, which costs nothing where reading the weights
+    A number is then the sum of two narrow ones, which costs nothing where reading the weights
     takes all the time, and rounds its product with them about as well as float32 does.
     """
-    return 2 if rows < field(job, at.SPLIT_ROWS) and itemsize(tag) == 2 else 1
+    return 2 if rows < field(job, at.SPLIT_ROWS) and itemsize(tag) < 4 else 1
 
 
 @jit
@@ -106,22 +145,28 @@ def store_activation(
 
 
 @unit
-def embed(op: int, job: int, task: int, wtag: object) -> None:
+def embed(op: int, job: int, task: int, atag: Any) -> None:
     """``out[t] = table[token_ids[t]] * scale`` for ``EMBED_ROWS`` rows."""
     width = field(op, at.E_WIDTH)
-    scale = splat(real(op, at.E_SCALE))
-    size = itemsize(wtag)
+    factors = field(op, at.E_ROW_SCALES)
+    size = itemsize(S8) if factors else itemsize(atag)
     first = task * EMBED_ROWS
     for t in range(first, min(first + EMBED_ROWS, field(job, at.NUM_TOKENS))):
         token = load64(field(job, at.TOKEN_IDS) + 8 * t)
         source = field(op, at.E_TABLE) + token * width * size
         target = via(job, op, at.E_OUT_AT) + t * field(op, at.E_OUT_STRIDE)
-        for i in range(0, width, LANES):
-            vstore(vload(source + i * size, wtag) * scale, target + 4 * i, F32)
+        scale = real(op, at.E_SCALE)
+        if factors:
+            scale *= get(factors + 4 * token, F32)
+            for i in range(0, width, LANES):
+                vstore(vload(source + i, S8) * splat(scale), target + 4 * i, F32)
+        else:
+            for i in range(0, width, LANES):
+                vstore(vload(source + i * size, atag) * splat(scale), target + 4 * i, F32)
 
 
 @unit
-def norm(op: int, job: int, task: int, atag: object) -> None:
+def norm(op: int, job: int, task: int, atag: Any) -> None:
     """RMS norm of ``NORM_ROWS`` rows (Zhang and Sennrich, 2019); without a weight, a copy."""
     width = field(op, at.N_WIDTH)
     weight = field(op, at.N_WEIGHT)
@@ -140,9 +185,14 @@ def norm(op: int, job: int, task: int, atag: object) -> None:
         source += source_row * field(op, at.N_IN_STRIDE)
         target = via(job, op, at.N_OUT_AT) + field(op, at.N_OUT_OFFSET)
         target += row * lines * out_stride
-        factor = splat(_ONE)
+        factor = splat(ONE)
         if weight:
-            factor = splat(inverse_rms(source, width, real(op, at.N_EPS)))
+            total = splat(ZERO)
+            for i in range(0, width, LANES):
+                x = vload(source + 4 * i, F32)
+                total = fma(x, x, total)
+            mean = hsum(total) / np.float32(width)
+            factor = splat(ONE / np.sqrt(mean + real(op, at.N_EPS)))
         for i in range(0, width, LANES):
             y = vload(source + 4 * i, F32) * factor
             if weight:
@@ -155,28 +205,60 @@ def norm(op: int, job: int, task: int, atag: object) -> None:
                 vstore(fma(y, scale, vload(target + 4 * i, F32)), target + 4 * i, F32)
 
 
+@unit
+def quantize(op: int, job: int, task: int, atag: Any) -> None:
+    """Round ``NORM_ROWS`` rows of activations to uint8 around 128, each by its own factor.
+
+    Where a row is kept in two, the second is what rounding took from the first, in 254 steps
+    of it.
+    """
+    width = field(op, at.Q_WIDTH)
+    rows = via(job, op, at.Q_ROWS_AT)
+    in_lines, lines = strands(job, rows, atag), strands(job, rows, S8)
+    in_stride, out_stride = field(op, at.Q_IN_STRIDE), field(op, at.Q_OUT_STRIDE)
+    first = task * NORM_ROWS
+    for row in range(first, min(first + NORM_ROWS, rows)):
+        source = via(job, op, at.Q_IN_AT) + row * in_lines * in_stride
+        target = via(job, op, at.Q_OUT_AT) + row * lines * out_stride
+        most = splat(ZERO)
+        for i in range(0, width, LANES):
+            x = _activation(source + itemsize(atag) * i, in_lines, in_stride, atag)
+            most = vmax(most, copysign(x, splat(ONE)))
+        top = hmax(most)
+        inverse = _INT8_MAX / top if top > ZERO else ZERO
+        put(top / _INT8_MAX, via(job, op, at.Q_SCALES_AT) + 4 * row, F32)
+        for i in range(0, width, LANES):
+            x = _activation(source + itemsize(atag) * i, in_lines, in_stride, atag) * splat(inverse)
+            whole = round_even(x)
+            vstore_uint8(whole, target + i)
+            if lines == 2:
+                rest = round_even((x - whole) * splat(_INT8_STEPS))
+                vstore_uint8(rest, target + out_stride + i)
+
+
 @jit
-def inverse_rms(source: int, width: int, eps: float) -> float:
-    """1 / sqrt(mean of squares + eps) of ``width`` floats, a multiple of 16."""
-    total = splat(_ZERO)
-    for i in range(0, width, LANES):
-        x = vload(source + 4 * i, F32)
-        total = fma(x, x, total)
-    mean = hsum(total) / np.float32(width)
-    return _ONE / np.sqrt(mean + eps)
+def _activation(place: int, lines: int, stride: int, tag: Any) -> Vector:
+    x = vload(place, tag)
+    return x + vload(place + stride, tag) if lines == 2 else x
 
 
 @unit
-def pack(op: int, job: int, task: int) -> None:
+def pack(op: int, job: int, task: int, scratch: int) -> None:
     """Transpose one panel of 16 rows to [units, 16]; rows past the last repeat it."""
     units = field(op, at.P_UNITS)
     stride = field(op, at.P_IN_STRIDE)
     source = via(job, op, at.P_IN_AT) + task * LANES * stride
     last = via(job, op, at.P_ROWS_AT) - 1 - task * LANES
     target = via(job, op, at.P_OUT_AT) + task * units * at.LINE
+    args = scratch + at.MORE_ARGS
+    set_field(args, at.X_STRIDE, stride)
+    set_field(args, at.X_LAST, last)
+    set_field(args, at.X_TARGET_STRIDE, at.LINE)
     whole = units // LANES * LANES
     for u in range(0, whole, LANES):
-        transpose(16, 16, 0, F32, source + 4 * u, stride, last, target + u * at.LINE, at.LINE)
+        set_field(args, at.X_SOURCE, source + 4 * u)
+        set_field(args, at.X_TARGET, target + u * at.LINE)
+        run_tile(field(job, at.TILES), at.TURN, args)
     for u in range(whole, units):
         for row in range(LANES):
             copy(target + u * at.LINE + 4 * row, source + min(row, last) * stride + 4 * u, 4)

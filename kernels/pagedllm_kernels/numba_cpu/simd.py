@@ -1,13 +1,10 @@
-"""Vectors of 16 floats as a Numba type, and typed memory access by address.
+"""What Numba code is written in: vectors of 16 floats, memory by address, atomics, tiles.
 
 Owner: numba_cpu. Invariants: an address is an int64; nothing here allocates or raises.
-A *tag* is a scalar whose Numba type says how numbers are stored: float32 (``F32``), bfloat16
-(``BF16``, a uint16), float16 (``F16``, an int16). Functions that take one are compiled once
-per type, which is how one source serves every storage type without closures, which Numba's
-disk cache cannot follow.
-
-Vector IR has no instruction set in it: LLVM gives AVX-512 one register for a vector, AVX2
-two and Arm four.
+A *tag* is a scalar whose Numba type says how numbers are stored: ``F32``, ``BF16`` (a
+uint16), ``F16`` (an int16) or ``I8``. Functions that take one are compiled once per type,
+which is how one source serves every storage type without closures, which Numba's disk cache
+cannot follow.
 """
 
 from __future__ import annotations
@@ -25,38 +22,17 @@ from numba.core.typing import signature
 from numba.core.typing.templates import ConcreteTemplate, infer_global
 from numba.extending import intrinsic, lower_builtin, models, register_model
 
-from pagedllm_kernels.numba_cpu.emit import (
-    FLOAT,
-    I16,
-    I32,
-    I64,
-    VF,
-    VH,
-    VI,
-    call,
-    const,
-    index,
-    lanes_below,
-    load,
-    narrow,
-    pointer,
-    store,
-    widen,
-)
-from pagedllm_kernels.numba_cpu.emit import fma as ir_fma
-from pagedllm_kernels.numba_cpu.emit import splat as ir_splat
-from pagedllm_kernels.numba_cpu.layout import LANES
-from pagedllm_kernels.numba_cpu.tiles import ARGUMENTS, TAGS, Tile, attention_tiles, linear_tiles
+from pagedllm_kernels.numba_cpu import emit
+from pagedllm_kernels.numba_cpu.emit import FLOAT, I8, I16, I32, I64, VF, VH, VI, const, index
+from pagedllm_kernels.numba_cpu.features import FEATURES
+from pagedllm_kernels.numba_cpu.layout import LANES, LINE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-F32 = np.float32(0)
-BF16 = np.uint16(0)
-F16 = np.int16(0)
-
-_Fn = TypeVar("_Fn", bound="Callable[..., Any]")
-
+F32, BF16, F16, S8 = np.float32(0), np.uint16(0), np.int16(0), np.int8(0)
+TAGS = {types.float32: "f32", types.uint16: "bf16", types.int16: "f16", types.int8: "i8"}
+_SIZES = {"f32": 4, "bf16": 2, "f16": 2, "i8": 1}
 
 # Not nnan or ninf: a slot of a page may hold anything.
 OPTIONS: dict[str, Any] = {
@@ -64,9 +40,14 @@ OPTIONS: dict[str, Any] = {
     "fastmath": {"reassoc", "contract", "arcp", "nsz", "afn"},
 }
 
+_Fn = TypeVar("_Fn", bound="Callable[..., Any]")
+
+UNITS: dict[str, Any] = {}
+"""Every function marked as a :func:`unit`, by name."""
+
 
 def jit(function: _Fn) -> _Fn:
-    """Compile on first use, into the function that calls it; never raises, never allocates."""
+    """Compile on first use, into the function that calls it."""
     return numba.njit(no_cpython_wrapper=True, **OPTIONS)(function)  # type: ignore[no-any-return]
 
 
@@ -85,7 +66,8 @@ def unit(function: _Fn) -> _Fn:
             raise TypeError(f"{symbol} is not compiled before what calls it")
 
         def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            call(builder, symbol, ir.VoidType(), cgutils.unpack_tuple(builder, args[0]))
+            values = cgutils.unpack_tuple(builder, args[0])
+            emit.call(builder, symbol, ir.VoidType(), values)
             return context.get_dummy_value()
 
         return types.void(types.StarArgTuple.from_types(args)), codegen
@@ -93,18 +75,12 @@ def unit(function: _Fn) -> _Fn:
     return caller  # type: ignore[no-any-return]
 
 
-UNITS: dict[str, Any] = {}
-"""Every function marked as a :func:`unit`, by name."""
-
-
 def unit_symbol(function: Any, tags: Sequence[str]) -> str:
     """Return the symbol of a unit compiled for these tags."""
     return "_".join(["pagedllm", function.__name__.strip("_"), *tags])
 
 
-def emits(function: _Fn) -> _Fn:
-    """Mark a function as one that emits IR: typing context and argument types in, code out."""
-    return intrinsic(function)  # type: ignore[no-any-return]
+# --- functions that emit IR --------------------------------------------------------------------
 
 
 class VectorType(types.Type):  # type: ignore[misc]
@@ -115,6 +91,8 @@ class VectorType(types.Type):  # type: ignore[misc]
 
 
 VEC = VectorType()
+TAG = "tag"
+INT, REAL, NONE = types.int64, types.float32, types.void
 
 
 @register_model(VectorType)
@@ -123,7 +101,36 @@ class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
         super().__init__(manager, fe_type, VF)
 
 
-# --- vectors ----------------------------------------------------------------------------------
+def emits(result: Any, *parameters: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give Numba code a function that emits IR.
+
+    Args:
+        result: its Numba type.
+        parameters: of its parameters; ``TAG`` is a tag, of which it is given the name.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        def typed(*given: Any) -> Any:
+            kinds = [g if p is TAG else p for g, p in zip(given, parameters)]
+
+            def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+                values = [TAGS[k] if p is TAG else a for k, p, a in zip(kinds, parameters, args)]
+                value = function(builder, *values)
+                return context.get_dummy_value() if result is NONE else value
+
+            return result(*kinds), codegen
+
+        # Numba counts the parameters, so there is one wrapper per number of them.
+        wrappers: list[Callable[..., Any]] = [
+            lambda context: typed(),
+            lambda context, a: typed(a),
+            lambda context, a, b: typed(a, b),
+            lambda context, a, b, c: typed(a, b, c),
+            lambda context, a, b, c, d: typed(a, b, c, d),
+        ]
+        return intrinsic(wrappers[len(parameters)])  # type: ignore[no-any-return]
+
+    return decorate
 
 
 class _Arithmetic(ConcreteTemplate):  # type: ignore[misc]
@@ -138,325 +145,258 @@ def _operator(function: Any, instruction: str) -> None:
     lower_builtin(function, VEC, VEC)(lower)
 
 
-for _function, _instruction in (
-    (operator.add, "fadd"),
-    (operator.sub, "fsub"),
-    (operator.mul, "fmul"),
-    (operator.truediv, "fdiv"),
-):
-    _operator(_function, _instruction)
+_operator(operator.add, "fadd")
+_operator(operator.sub, "fsub")
+_operator(operator.mul, "fmul")
+_operator(operator.truediv, "fdiv")
 
 
-@emits
-def splat(typingctx: Any, value: Any) -> Any:
+@emits(VEC, REAL)
+def splat(builder: Any, value: Any) -> Any:
     """Return a vector with all lanes alike."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return ir_splat(builder, args[0], VF)
-
-    return VEC(types.float32), codegen
+    return emit.splat(builder, value, VF)
 
 
-@emits
-def fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
+@emits(VEC, VEC, VEC, VEC)
+def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
     """Return ``a * b + c``."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return ir_fma(builder, *args)
-
-    return VEC(VEC, VEC, VEC), codegen
+    return emit.fma(builder, a, b, c)
 
 
-def _minmax(order: str) -> Any:
-    @intrinsic  # type: ignore[untyped-decorator]
-    def operation(typingctx: Any, a: Any, b: Any) -> Any:
-        def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            return builder.select(builder.fcmp_ordered(order, *args), *args)
-
-        return VEC(VEC, VEC), codegen
-
-    return operation
+@emits(VEC, VEC, VEC)
+def vmax(builder: Any, a: Any, b: Any) -> Any:
+    """Return the larger number of each lane."""
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
-vmax, vmin = _minmax(">"), _minmax("<")
+@emits(VEC, VEC, VEC)
+def vmin(builder: Any, a: Any, b: Any) -> Any:
+    """Return the smaller number of each lane."""
+    return builder.select(builder.fcmp_ordered("<", a, b), a, b)
 
 
-@emits
-def hsum(typingctx: Any, value: Any) -> Any:
-    """Return the sum of all lanes."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        kind = ir.FunctionType(FLOAT, [FLOAT, VF])
-        name = "llvm.vector.reduce.fadd.v16f32"
-        function = cgutils.get_or_insert_function(builder.module, kind, name)
-        start = ir.Constant(FLOAT, 0.0)
-        return builder.call(function, [start, args[0]], fastmath=("reassoc",))
-
-    return types.float32(VEC), codegen
-
-
-@emits
-def hmax(typingctx: Any, value: Any) -> Any:
-    """Return the largest lane; no lane may be NaN."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        kind = ir.FunctionType(FLOAT, [VF])
-        name = "llvm.vector.reduce.fmax.v16f32"
-        function = cgutils.get_or_insert_function(builder.module, kind, name)
-        return builder.call(function, [args[0]], fastmath=("nnan", "nsz"))
-
-    return types.float32(VEC), codegen
-
-
-@emits
-def keep_lanes(typingctx: Any, value: Any, first: Any, last: Any, other: Any) -> Any:
-    """Replace all lanes but ``first <= lane < last`` by the scalar ``other``."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        lanes = ir.Constant(VI, list(range(LANES)))
-        low, high = (ir_splat(builder, builder.trunc(arg, I32), VI) for arg in args[1:3])
-        inside = builder.and_(
-            builder.icmp_signed(">=", lanes, low), builder.icmp_signed("<", lanes, high)
-        )
-        return builder.select(inside, args[0], ir_splat(builder, args[3], VF))
-
-    return VEC(VEC, types.int64, types.int64, types.float32), codegen
-
-
-@emits
-def round_even(typingctx: Any, value: Any) -> Any:
-    """Round to integers, as floats."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return call(builder, "llvm.rint.v16f32", VF, [args[0]])
-
-    return VEC(VEC), codegen
-
-
-@emits
-def copysign(typingctx: Any, value: Any, sign: Any) -> Any:
+@emits(VEC, VEC, VEC)
+def copysign(builder: Any, value: Any, sign: Any) -> Any:
     """Return the magnitude of ``value`` with the sign of ``sign``."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return call(builder, "llvm.copysign.v16f32", VF, list(args))
-
-    return VEC(VEC, VEC), codegen
+    return emit.call(builder, "llvm.copysign.v16f32", VF, [value, sign])
 
 
-@emits
-def scale_by_power(typingctx: Any, value: Any, exponent: Any) -> Any:
+@emits(VEC, VEC)
+def round_even(builder: Any, value: Any) -> Any:
+    """Round to integers, as floats."""
+    return emit.call(builder, "llvm.rint.v16f32", VF, [value])
+
+
+@emits(VEC, VEC, VEC)
+def scale_by_power(builder: Any, value: Any, exponent: Any) -> Any:
     """Return ``value * 2 ** exponent`` for whole exponents whose result is a normal number."""
+    whole = builder.add(builder.fptosi(exponent, VI), const(127, VI))
+    return builder.fmul(value, builder.bitcast(builder.shl(whole, const(23, VI)), VF))
 
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        whole = builder.fptosi(args[1], VI)
-        bits = builder.shl(builder.add(whole, const(127, VI)), const(23, VI))
-        return builder.fmul(args[0], builder.bitcast(bits, VF))
 
-    return VEC(VEC, VEC), codegen
+@emits(REAL, VEC)
+def hsum(builder: Any, value: Any) -> Any:
+    """Return the sum of all lanes."""
+    args = [ir.Constant(FLOAT, 0.0), value]
+    return emit.call(builder, "llvm.vector.reduce.fadd.v16f32", FLOAT, args, ("reassoc",))
+
+
+@emits(REAL, VEC)
+def hmax(builder: Any, value: Any) -> Any:
+    """Return the largest lane; no lane may be NaN."""
+    flags = ("nnan", "nsz")
+    return emit.call(builder, "llvm.vector.reduce.fmax.v16f32", FLOAT, [value], flags)
+
+
+@emits(VEC, VEC, INT, INT, REAL)
+def keep_lanes(builder: Any, value: Any, first: Any, last: Any, other: Any) -> Any:
+    """Replace all lanes but ``first <= lane < last`` by the scalar ``other``."""
+    inside = builder.and_(
+        builder.not_(emit.lanes_below(builder, first)), emit.lanes_below(builder, last)
+    )
+    return builder.select(inside, value, emit.splat(builder, other, VF))
 
 
 # --- memory -----------------------------------------------------------------------------------
 
 
-@emits
-def itemsize(typingctx: Any, tag: Any) -> Any:
+@emits(INT, TAG)
+def itemsize(builder: Any, tag: str) -> Any:
     """Return the bytes of a number stored as ``tag``."""
-    size = tag.bitwidth // 8
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return index(size)
-
-    return types.int64(tag), codegen
+    return index(_SIZES[tag])
 
 
-@emits
-def vload(typingctx: Any, address: Any, tag: Any) -> Any:
+@emits(VEC, INT, TAG)
+def vload(builder: Any, address: Any, tag: str) -> Any:
     """Load 16 numbers stored as ``tag``."""
+    if tag == "f32":
+        return emit.load(builder, address, VF)
+    if tag == "i8":
+        raw = emit.load(builder, address, ir.VectorType(I8, LANES), 1)
+        return builder.sitofp(builder.sext(raw, VI), VF)
+    return emit.widen(builder, emit.load(builder, address, VH, 2), tag)
 
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        if tag == types.float32:
-            return load(builder, args[0], VF)
-        return widen(builder, load(builder, args[0], VH, 2), TAGS[tag])
 
-    return VEC(types.int64, tag), codegen
-
-
-@emits
-def vstore(typingctx: Any, value: Any, address: Any, tag: Any) -> Any:
+@emits(NONE, VEC, INT, TAG)
+def vstore(builder: Any, value: Any, address: Any, tag: str) -> None:
     """Store 16 numbers as ``tag``."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        if tag == types.float32:
-            store(builder, args[0], args[1])
-        else:
-            store(builder, narrow(builder, args[0], TAGS[tag]), args[1], 2)
-        return context.get_dummy_value()
-
-    return types.void(VEC, types.int64, tag), codegen
+    raw = value if tag == "f32" else emit.narrow(builder, value, tag)
+    emit.store(builder, raw, address, _SIZES[tag])
 
 
-@emits
-def vload_some(typingctx: Any, address: Any, count: Any, tag: Any) -> Any:
+@emits(VEC, INT, INT)
+def vload_some(builder: Any, address: Any, count: Any) -> Any:
     """Load the first ``count`` of 16 float32 and touch nothing past them; the others are 0."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        place = pointer(builder, args[0], VF)
-        operands = [place, ir.Constant(I32, 4), lanes_below(builder, args[1]), const(0.0)]
-        return call(builder, "llvm.masked.load.v16f32.p0", VF, operands)
-
-    return VEC(types.int64, types.int64, types.float32), codegen
+    valid = emit.lanes_below(builder, count)
+    return builder.bitcast(emit.masked_load(builder, address, valid), VF)
 
 
-@emits
-def vstore_some(typingctx: Any, value: Any, address: Any, count: Any, tag: Any) -> Any:
+@emits(NONE, VEC, INT, INT, TAG)
+def vstore_some(builder: Any, value: Any, address: Any, count: Any, tag: str) -> None:
     """Store the first ``count`` of 16 numbers as ``tag`` and touch nothing past them."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        value, address, count = args[:3]
-        raw = value if tag == types.float32 else narrow(builder, value, TAGS[tag])
-        kind = raw.type
-        name = f"llvm.masked.store.v16{'f32' if kind == VF else 'i16'}.p0"
-        mask = lanes_below(builder, count)
-        place = pointer(builder, address, kind)
-        align = ir.Constant(I32, 4 if kind == VF else 2)
-        call(builder, name, ir.VoidType(), [raw, place, align, mask])
-        return context.get_dummy_value()
-
-    return types.void(VEC, types.int64, types.int64, tag), codegen
+    raw = value if tag == "f32" else emit.narrow(builder, value, tag)
+    name = f"llvm.masked.store.v16{'f32' if tag == 'f32' else 'i16'}.p0"
+    align, valid = ir.Constant(I32, _SIZES[tag]), emit.lanes_below(builder, count)
+    place = emit.pointer(builder, address, raw.type)
+    emit.call(builder, name, ir.VoidType(), [raw, place, align, valid])
 
 
-@emits
-def rounded(typingctx: Any, value: Any, tag: Any) -> Any:
+@emits(VEC, VEC, TAG)
+def rounded(builder: Any, value: Any, tag: str) -> Any:
     """Return the 16 numbers as they come back when stored as ``tag``."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        if tag == types.float32:
-            return args[0]
-        return widen(builder, narrow(builder, args[0], TAGS[tag]), TAGS[tag])
-
-    return VEC(VEC, tag), codegen
+    if tag == "f32":
+        return value
+    return emit.widen(builder, emit.narrow(builder, value, tag), tag)
 
 
-@emits
-def get(typingctx: Any, address: Any, tag: Any) -> Any:
+@emits(NONE, VEC, INT)
+def vstore_uint8(builder: Any, value: Any, address: Any) -> None:
+    """Store 16 whole numbers from -128 to 127 as uint8, plus 128."""
+    whole = builder.add(builder.fptosi(value, VI), const(128, VI))
+    emit.store(builder, builder.trunc(whole, ir.VectorType(I8, LANES)), address, 1)
+
+
+@emits(REAL, INT, TAG)
+def get(builder: Any, address: Any, tag: str) -> Any:
     """Load one number stored as ``tag``, as a float."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        if tag == types.float32:
-            return load(builder, args[0], FLOAT)
-        raw = load(builder, args[0], I16, 2)
-        if tag == types.int16:
-            return builder.fpext(builder.bitcast(raw, ir.HalfType()), FLOAT)
-        return builder.bitcast(builder.shl(builder.zext(raw, I32), ir.Constant(I32, 16)), FLOAT)
-
-    return types.float32(types.int64, tag), codegen
+    if tag == "f32":
+        return emit.load(builder, address, FLOAT)
+    raw = emit.load(builder, address, I16, 2)
+    if tag == "f16":
+        return builder.fpext(builder.bitcast(raw, ir.HalfType()), FLOAT)
+    return builder.bitcast(builder.shl(builder.zext(raw, I32), ir.Constant(I32, 16)), FLOAT)
 
 
-@emits
-def put(typingctx: Any, value: Any, address: Any, tag: Any) -> Any:
+@emits(NONE, REAL, INT, TAG)
+def put(builder: Any, value: Any, address: Any, tag: str) -> None:
     """Store one float as ``tag``."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        if tag == types.float32:
-            store(builder, args[0], args[1])
-        else:
-            # Through a vector: one way of rounding, and no call into a C library.
-            vector = narrow(builder, ir_splat(builder, args[0], VF), TAGS[tag])
-            store(builder, builder.extract_element(vector, ir.Constant(I32, 0)), args[1], 2)
-        return context.get_dummy_value()
-
-    return types.void(types.float32, types.int64, tag), codegen
+    if tag == "f32":
+        emit.store(builder, value, address)
+        return
+    # Through a vector: one way of rounding, and no call into a C library.
+    vector = emit.narrow(builder, emit.splat(builder, value, VF), tag)
+    emit.store(builder, builder.extract_element(vector, ir.Constant(I32, 0)), address, 2)
 
 
-@emits
-def load64(typingctx: Any, address: Any) -> Any:
+@emits(INT, INT)
+def load64(builder: Any, address: Any) -> Any:
     """Load an int64."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return load(builder, args[0], I64, 8)
-
-    return types.int64(types.int64), codegen
+    return emit.load(builder, address, I64, 8)
 
 
-@emits
-def store64(typingctx: Any, value: Any, address: Any) -> Any:
-    """Store an int64."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        store(builder, args[0], args[1], 8)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
-
-
-@emits
-def load32(typingctx: Any, address: Any) -> Any:
+@emits(INT, INT)
+def load32(builder: Any, address: Any) -> Any:
     """Load an int32, as an int64."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.sext(load(builder, args[0], I32), I64)
-
-    return types.int64(types.int64), codegen
+    return builder.sext(emit.load(builder, address, I32), I64)
 
 
-def _field_address(builder: Any, table: Any, number: Any) -> Any:
-    return builder.add(table, builder.shl(number, index(3)))
+@emits(NONE, INT, INT)
+def store64(builder: Any, value: Any, address: Any) -> None:
+    """Store an int64."""
+    emit.store(builder, value, address, 8)
 
 
-@emits
-def field(typingctx: Any, table: Any, number: Any) -> Any:
-    """Return a field of a job, an operation or a task."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return load(builder, _field_address(builder, *args), I64, 8)
-
-    return types.int64(types.int64, types.int64), codegen
+@emits(INT, INT, INT)
+def field(builder: Any, table: Any, number: Any) -> Any:
+    """Return a field of a job, an operation, a task or a frame."""
+    return emit.load(builder, emit.field(builder, table, number), I64, 8)
 
 
-@emits
-def real(typingctx: Any, table: Any, number: Any) -> Any:
+@emits(NONE, INT, INT, INT)
+def set_field(builder: Any, table: Any, number: Any, value: Any) -> None:
+    """Set a field of a task, a frame or a tile's arguments."""
+    emit.store(builder, value, emit.field(builder, table, number), 8)
+
+
+@emits(REAL, INT, INT)
+def real(builder: Any, table: Any, number: Any) -> Any:
     """Return a float32 field of an operation."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return load(builder, _field_address(builder, *args), FLOAT)
-
-    return types.float32(types.int64, types.int64), codegen
+    return emit.load(builder, emit.field(builder, table, number), FLOAT)
 
 
-@emits
-def via(typingctx: Any, job: Any, op: Any, number: Any) -> Any:
+@emits(INT, INT, INT, INT)
+def via(builder: Any, job: Any, op: Any, number: Any) -> Any:
     """Return the job's field that a field of an operation points to."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        job, op, number = args
-        number = load(builder, _field_address(builder, op, number), I64, 8)
-        return load(builder, _field_address(builder, job, number), I64, 8)
-
-    return types.int64(types.int64, types.int64, types.int64), codegen
+    number = emit.load(builder, emit.field(builder, op, number), I64, 8)
+    return emit.load(builder, emit.field(builder, job, number), I64, 8)
 
 
-# --- tiles ------------------------------------------------------------------------------------
+@emits(NONE, INT, INT, INT)
+def copy(builder: Any, target: Any, source: Any, size: Any) -> None:
+    """Copy ``size`` bytes between places that do not overlap."""
+    places = (emit.pointer(builder, address, I8) for address in (target, source))
+    cgutils.raw_memcpy(builder, *places, size, 1)
 
 
-def _tile_caller(kind: str) -> Any:
-    """Return a function of Numba code that calls a tile: literal sizes, a tag, addresses."""
-    names = ARGUMENTS[kind]
-
-    @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
-    def caller(typingctx: Any, rows: Any, columns: Any, extra: Any, tag: Any, *args: Any) -> Any:
-        sizes = [int(size.literal_value) for size in (rows, columns, extra)]
-        tile = Tile(kind, sizes[0], sizes[1], TAGS[tag], sizes[2])
-        if tile not in (*linear_tiles(tile.tag), *attention_tiles(tile.tag)):
-            raise TypeError(f"no such tile is compiled: {tile}")
-
-        def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            call(builder, tile.symbol, ir.VoidType(), cgutils.unpack_tuple(builder, args[4]))
-            return context.get_dummy_value()
-
-        addresses = types.StarArgUniTuple(types.int64, len(names))
-        return types.void(rows, columns, extra, tag, addresses), codegen
-
-    return caller
+@emits(NONE, INT)
+def _fetch_line(builder: Any, address: Any) -> None:
+    emit.prefetch(builder, address, 2)
 
 
-outer, weigh, inner, transpose = (_tile_caller(k) for k in ("outer", "weigh", "inner", "transpose"))
+@jit
+def fetch(address: int, size: int) -> None:
+    """Fetch ``size`` bytes; more than a few lines at once are dropped by the processor."""
+    for line in range(0, size, LINE):
+        _fetch_line(address + line)
+
+
+@jit
+def round_up(value: int, step: int) -> int:
+    """Return the next multiple of ``step``."""
+    return (value + step - 1) // step * step
+
+
+@emits(NONE, INT, INT, INT)
+def run_tile(builder: Any, table: Any, number: Any, args: Any) -> None:
+    """Call a tile of a table of them with its arguments."""
+    address = emit.load(builder, emit.field(builder, table, number), I64, 8)
+    builder.call(emit.pointer(builder, address, ir.FunctionType(ir.VoidType(), [I64])), [args])
+
+
+# --- threads ----------------------------------------------------------------------------------
+
+
+@emits(INT, INT, INT)
+def fetch_add(builder: Any, address: Any, value: Any) -> Any:
+    """Add to an int64 that other threads use and return what it was."""
+    return builder.atomic_rmw("add", emit.pointer(builder, address, I64), value, "acq_rel")
+
+
+@emits(INT, INT)
+def load_acquire(builder: Any, address: Any) -> Any:
+    """Load an int64 that another thread writes, and see all it wrote before."""
+    return builder.load_atomic(emit.pointer(builder, address, I64), "acquire", 8)
+
+
+@emits(NONE)
+def pause(builder: Any) -> None:
+    """Tell the processor that this is a waiting loop."""
+    if FEATURES.x86:
+        emit.call(builder, "llvm.x86.sse2.pause", ir.VoidType(), [])
+
+
+@emits(NONE)
+def give_way(builder: Any) -> None:
+    """Let another thread of this machine run on this core."""
+    if FEATURES.yield_symbol:
+        emit.call(builder, FEATURES.yield_symbol, I32, [])

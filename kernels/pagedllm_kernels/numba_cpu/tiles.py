@@ -11,9 +11,9 @@ unit into the 16 lanes of a sum; every tile is a loop around it whose sums stay 
 - ``transpose``: 16 by 16 units.
 
 The scheme is that of Goto and van de Geijn, "Anatomy of High-Performance Matrix
-Multiplication", 2008. The functions take addresses and sizes, all int64; :mod:`native`
-compiles them into one module, outside Numba, which would optimise them anew in every
-function that calls another that calls one.
+Multiplication", 2008. A tile's function takes the address of its arguments, int64 all of
+them, strides in bytes; :mod:`layout` names them. :mod:`native` compiles tiles outside Numba,
+which would optimise them anew in every function around them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from llvmlite import ir
-from numba import types
 
+from pagedllm_kernels.numba_cpu import layout as at
 from pagedllm_kernels.numba_cpu.emit import (
     I32,
     I64,
@@ -37,7 +37,7 @@ from pagedllm_kernels.numba_cpu.emit import (
     index,
     lanes_below,
     load,
-    pointer,
+    masked_load,
     prefetch,
     splat,
     store,
@@ -48,32 +48,6 @@ from pagedllm_kernels.numba_cpu.layout import LANES, LINE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-ARGUMENTS = {
-    # C[i, j * 16 + lane] = sum over u of A[i, u] * B_j[u, lane], for i < rows, j < columns.
-    # Rows of A past the last repeat it. The B_j are given by a list of their addresses. Per
-    # unit a cache line is fetched: from ``ahead`` on where ``extra`` is 1, from each of a list
-    # of ``extra`` addresses at ``ahead`` where it is more.
-    "outer": (
-        "a", "a_stride", "a_last", "b_list", "b_stride", "units", "c", "c_stride", "ahead",
-    ),
-    # C[i, j * 16 + lane] += sum over u of P[i, u] * V[u, offset / 4 + j * 16 + lane]. V lies in
-    # pages: the sum runs over ``units`` of each but the last, and over ``last_units`` of that
-    # one, the last of which is masked: what no token was written to may be anything. Where
-    # ``extra`` is 1, the page four further in the list is fetched meanwhile.
-    "weigh": (
-        "p", "p_stride", "page_list", "pages", "units", "last_units", "last_mask", "offset",
-        "v_stride", "c", "c_stride",
-    ),
-    # out[j, i] = sum over u of W[i, u] * X[j, u], 16 results in all; rows past the last ones
-    # repeat them.
-    "inner": (
-        "w", "w_stride", "w_last", "x", "x_stride", "x_last", "units", "out", "out_stride",
-    ),
-    # target[j, i] = source[i, j] for 16 by 16 units; rows past the last repeat it.
-    "transpose": ("source", "s_stride", "s_last", "target", "t_stride"),
-}  # fmt: skip
-"""By kind of tile: its arguments, int64 all of them; strides are bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,50 +67,38 @@ class Tile:
         return f"pagedllm_{self.kind}_{self.rows}x{self.columns}x{self.extra}_{self.tag}"
 
 
-TAGS = {types.float32: "f32", types.uint16: "bf16", types.int16: "f16", types.int8: "i8"}
-
-# The tiles of one column are for processors with 16 registers of 8 floats.
-_OUTER_LINEAR = ((8, 3, 1), (8, 2, 1), (16, 1, 1), (4, 1, 1))
-_OUTER_ATTEND = (
-    *((m, 4, 4) for m in (6, 4, 3, 2, 1)),
-    *((m, 4, 0) for m in (6, 4, 2, 1)),
-    *((m, 1, 0) for m in (4, 1)),
-)
-_WEIGH = (
-    *((m, 4, 1) for m in (6, 4, 3, 1)),
-    *((m, 4, 0) for m in (6, 2, 1)),
-    *((m, 1, 0) for m in (4, 1)),
-)
-_INNER = ((16, 1), (8, 2), (4, 4), (2, 8))
-
-
 _AHEAD = 8192  # bytes of weights to fetch ahead: past the page at which the processor stops
+# With 16 registers of 8 floats, tiles have one column and at most four rows.
+COLUMNS, MAX_ROWS = (4, 6) if FEATURES.wide else (1, 4)
+_MANY = ((16, 1), (8, 2), (8, 3)) if FEATURES.wide else ((4, 1),)
 
 
-def linear_tiles(tag: str) -> list[Tile]:
-    """Return the tiles that products with weights stored as ``tag`` use."""
-    return [
-        *(Tile("outer", m, n, tag, extra) for m, n, extra in _OUTER_LINEAR),
-        *(Tile("inner", m, n, tag) for m, n in _INNER),
-        Tile("transpose", 16, 16, "f32"),
-    ]
+def linear_tiles(tag: str) -> dict[int, Tile]:
+    """Return the tiles that products with weights stored as ``tag`` use, by number."""
+    tiles = {at.MANY + n: Tile("outer", m, n, tag, 1) for m, n in _MANY}
+    tiles |= {at.FEW + i: Tile("inner", 16 >> i, 1 << i, tag) for i in range(4)}
+    return tiles | {at.TURN: Tile("transpose", 16, 16, "f32")}
 
 
-def attention_tiles(tag: str) -> list[Tile]:
-    """Return the tiles that attention with a cache stored as ``tag`` uses."""
-    return [
-        *(Tile("outer", m, n, tag, extra) for m, n, extra in _OUTER_ATTEND),
-        *(Tile("weigh", m, n, tag, extra) for m, n, extra in _WEIGH),
-    ]
+def attention_tiles(tag: str) -> dict[int, Tile]:
+    """Return the tiles that attention with a cache stored as ``tag`` uses, by number."""
+    tiles = {}
+    for m in range(1, MAX_ROWS + 1):
+        tiles[at.FIRST + m] = Tile("outer", m, COLUMNS, tag, COLUMNS + 1)
+        tiles[at.REST + m] = Tile("outer", m, COLUMNS, tag)
+        tiles[at.WEIGH_FIRST + m] = Tile("weigh", m, COLUMNS, tag, 1)
+        tiles[at.WEIGH_REST + m] = Tile("weigh", m, COLUMNS, tag)
+        tiles[at.WEIGH_ONE + m] = Tile("weigh", m, 1, tag)
+    return tiles
 
 
 def emit(module: Any, tile: Tile) -> None:
     """Add a tile's function to an LLVM module."""
-    names = ARGUMENTS[tile.kind]
-    kind = ir.FunctionType(ir.VoidType(), [I64] * len(names))
+    kind = ir.FunctionType(ir.VoidType(), [I64])
     function = ir.Function(module, kind, tile.symbol)
     builder = ir.IRBuilder(function.append_basic_block())
-    _BODIES[tile.kind](builder, tile, dict(zip(names, function.args)))
+    args = [load(builder, builder.add(function.args[0], index(8 * i)), I64) for i in range(11)]
+    _BODIES[tile.kind](builder, tile, args)
     builder.ret_void()
 
 
@@ -237,15 +199,22 @@ def _listed(builder: Any, address: Any, count: int) -> list[Any]:
 # --- bodies ------------------------------------------------------------------------------------
 
 
-def _outer(builder: Any, tile: Tile, args: dict[str, Any]) -> None:
+def _outer(builder: Any, tile: Tile, args: list[Any]) -> None:
+    """``C[i, j * 16 + lane] = sum over u of A[i, u] * B_j[u, lane]``, for i < rows, j < columns.
+
+    Rows of A past the last repeat it; the B_j are given by a list of their addresses. Where
+    ``extra`` is 1, a cache line from ``ahead`` on is fetched per unit; where it is more, a
+    line from each of ``extra - 1`` addresses listed at ``ahead``.
+    """
+    a, a_stride, a_last, b_list, b_stride, units, c, c_stride, ahead = args[:9]
     width = tile.columns
-    a_rows = _rows(builder, args["a"], args["a_stride"], tile.rows, args["a_last"])
-    b_rows = _listed(builder, args["b_list"], width)
-    ahead = [args["ahead"]] if tile.extra == 1 else _listed(builder, args["ahead"], tile.extra)
+    a_rows = _rows(builder, a, a_stride, tile.rows, a_last)
+    b_rows = _listed(builder, b_list, width)
+    ahead = [ahead] if tile.extra == 1 else _listed(builder, ahead, tile.extra - 1)
 
     def body(u: Any, sums: list[Any]) -> list[Any]:
-        offset = builder.mul(u, args["b_stride"])
-        units = [load(builder, builder.add(row, offset), VI) for row in b_rows]
+        offset = builder.mul(u, b_stride)
+        b_units = [load(builder, builder.add(row, offset), VI) for row in b_rows]
         line, step = builder.shl(u, index(6)), builder.shl(u, index(2))
         for address in ahead:
             prefetch(builder, builder.add(address, line), 2)
@@ -254,74 +223,85 @@ def _outer(builder: Any, tile: Tile, args: dict[str, Any]) -> None:
             unit = splat(builder, load(builder, builder.add(row, step), I32), VI)
             for j in range(width):
                 total = sums[i * width + j]
-                changed.append(_dot(builder, tile.tag, total, units[j], unit))
+                changed.append(_dot(builder, tile.tag, total, b_units[j], unit))
         return changed
 
-    sums = _floats(builder, tile, _loop(builder, args["units"], _zeros(tile), body))
+    sums = _floats(builder, tile, _loop(builder, units, _zeros(tile), body))
     for i in range(tile.rows):
-        target = builder.add(args["c"], builder.mul(args["c_stride"], index(i)))
+        target = builder.add(c, builder.mul(c_stride, index(i)))
         for j in range(width):
             store(builder, sums[i * width + j], builder.add(target, index(LINE * j)))
 
 
-def _weigh(builder: Any, tile: Tile, args: dict[str, Any]) -> None:
+def _weigh(builder: Any, tile: Tile, args: list[Any]) -> None:
+    """``C[i, j * 16 + lane] += sum over u of P[i, u] * V[u, offset / 4 + j * 16 + lane]``.
+
+    V lies in pages: the sum runs over ``units`` of each but the last, and over ``last_units``
+    of that one, the last of which is masked: what no token was written to may be anything.
+    Where ``extra`` is 1, the page four further in the list is fetched meanwhile.
+    """
+    p, p_stride, page_list, pages, units, last_units, last_mask, offset, v_stride, c, c_stride = (
+        args
+    )
     width = tile.columns
-    targets = _rows(builder, args["c"], args["c_stride"], tile.rows, index(tile.rows))
+    targets = _rows(builder, c, c_stride, tile.rows, index(tile.rows))
     places = [builder.add(row, index(LINE * j)) for row in targets for j in range(width)]
-    p_rows = _rows(builder, args["p"], args["p_stride"], tile.rows, index(tile.rows))
+    p_rows = _rows(builder, p, p_stride, tile.rows, index(tile.rows))
     one = index(1)
 
     def page_at(number: Any) -> Any:
-        entry = builder.add(args["page_list"], builder.shl(number, index(3)))
-        return builder.add(load(builder, entry, I64), args["offset"])
+        entry = builder.add(page_list, builder.shl(number, index(3)))
+        return builder.add(load(builder, entry, I64), offset)
 
     def fetch(number: Any, u: Any) -> None:
         page = page_at(builder.add(number, index(4)))
-        line = builder.add(page, builder.mul(u, args["v_stride"]))
+        line = builder.add(page, builder.mul(u, v_stride))
         for j in range(width if tile.extra else 0):
             prefetch(builder, builder.add(line, index(LINE * j)), 2)
 
     def add_unit(page: Any, number: Any, u: Any, sums: list[Any], mask: Any = None) -> list[Any]:
-        source = builder.add(page, builder.mul(u, args["v_stride"]))
-        units = [load(builder, builder.add(source, index(LINE * j)), VI) for j in range(width)]
+        source = builder.add(page, builder.mul(u, v_stride))
+        values = [load(builder, builder.add(source, index(LINE * j)), VI) for j in range(width)]
         fetch(number, u)
         if mask is not None:
-            units = [builder.and_(unit, mask) for unit in units]
-        step = builder.shl(builder.add(builder.mul(number, args["units"]), u), index(2))
+            values = [builder.and_(value, mask) for value in values]
+        step = builder.shl(builder.add(builder.mul(number, units), u), index(2))
         changed = []
         for i, row in enumerate(p_rows):
             weight = splat(builder, load(builder, builder.add(row, step), I32), VI)
             for j in range(width):
-                changed.append(_dot(builder, tile.tag, sums[i * width + j], units[j], weight))
+                changed.append(_dot(builder, tile.tag, sums[i * width + j], values[j], weight))
         return changed
 
-    last = builder.sub(args["pages"], one)
-    rest = builder.sub(args["last_units"], one)
+    last = builder.sub(pages, one)
+    rest = builder.sub(last_units, one)
 
     def body(number: Any, sums: list[Any]) -> list[Any]:
         page = page_at(number)
-        count = builder.select(builder.icmp_signed("==", number, last), rest, args["units"])
+        count = builder.select(builder.icmp_signed("==", number, last), rest, units)
         return _loop(builder, count, sums, lambda u, s: add_unit(page, number, u, s))
 
     start = [load(builder, place, VF) for place in places]
-    sums = _loop(builder, args["pages"], start, body)
-    mask = splat(builder, builder.trunc(args["last_mask"], I32), VI)
+    sums = _loop(builder, pages, start, body)
+    mask = splat(builder, builder.trunc(last_mask, I32), VI)
     sums = add_unit(page_at(last), last, rest, sums, mask)
     for value, place in zip(sums, places):
         store(builder, value, place)
 
 
-def _inner(builder: Any, tile: Tile, args: dict[str, Any]) -> None:
+def _inner(builder: Any, tile: Tile, args: list[Any]) -> None:
+    """``out[j, i] = sum over u of W[i, u] * X[j, u]``, 16 results; rows past the last repeat it."""
+    w, w_stride, w_last, x, x_stride, x_last, units, out, out_stride = args[:9]
     height, width = tile.rows, tile.columns
-    sources = _rows(builder, args["w"], args["w_stride"], height, args["w_last"])
-    inputs = _rows(builder, args["x"], args["x_stride"], width, args["x_last"])
+    sources = _rows(builder, w, w_stride, height, w_last)
+    inputs = _rows(builder, x, x_stride, width, x_last)
     # Enough sums for the latency of a product; the weights are read as one stream, row after
     # row, since a processor fetches one stream ahead twice as fast as several.
     strands = max(1, 8 // width)
-    lines = builder.ashr(args["units"], index(4))
+    lines = builder.ashr(units, index(4))
     whole = builder.sdiv(lines, index(strands))
     left = builder.srem(lines, index(strands))
-    rest = builder.and_(args["units"], index(LANES - 1))
+    rest = builder.and_(units, index(LANES - 1))
     some = builder.select(builder.icmp_signed(">", rest, index(0)), index(1), index(0))
     valid = lanes_below(builder, rest)
     zero = _zeros(tile)[0]
@@ -329,7 +309,7 @@ def _inner(builder: Any, tile: Tile, args: dict[str, Any]) -> None:
     def add_line(row: Any, at: Any, sums: list[Any], valid: Any = None) -> list[Any]:
         def units(source: Any) -> Any:
             place = builder.add(source, at)
-            return load(builder, place, VI) if valid is None else _masked(builder, place, valid)
+            return load(builder, place, VI) if valid is None else masked_load(builder, place, valid)
 
         w_units = units(row)
         if valid is None:
@@ -369,13 +349,7 @@ def _inner(builder: Any, tile: Tile, args: dict[str, Any]) -> None:
         lanes = list(range(j * height, (j + 1) * height))
         picks = ir.Constant(ir.VectorType(I32, height), lanes)
         part = builder.shuffle_vector(totals, undefined, picks)
-        store(builder, part, builder.add(args["out"], builder.mul(args["out_stride"], index(j))))
-
-
-def _masked(builder: Any, address: Any, valid: Any) -> Any:
-    """Load 16 units of which only the valid ones are touched; the others are 0."""
-    args = [pointer(builder, address, VI), ir.Constant(I32, 4), valid, const(0, VI)]
-    return call(builder, "llvm.masked.load.v16i32.p0", VI, args)
+        store(builder, part, builder.add(out, builder.mul(out_stride, index(j))))
 
 
 def _shuffle(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
@@ -399,8 +373,10 @@ def _reduce(builder: Any, vectors: list[Any]) -> Any:
     return vectors[0]
 
 
-def _transpose(builder: Any, tile: Tile, args: dict[str, Any]) -> None:
-    rows = _rows(builder, args["source"], args["s_stride"], LANES, args["s_last"])
+def _transpose(builder: Any, tile: Tile, args: list[Any]) -> None:
+    """``target[j, i] = source[i, j]`` for 16 by 16 units; rows past the last repeat it."""
+    source, s_stride, s_last, target, t_stride = args[:5]
+    rows = _rows(builder, source, s_stride, LANES, s_last)
     vectors = [load(builder, row, VI) for row in rows]
     for bit in (1, 2, 4, 8):
         for i in range(LANES):
@@ -412,8 +388,7 @@ def _transpose(builder: Any, tile: Tile, args: dict[str, Any]) -> None:
             vectors[i] = _shuffle(builder, a, b, low)
             vectors[i | bit] = _shuffle(builder, a, b, high)
     for j, vector in enumerate(vectors):
-        target = builder.add(args["target"], builder.mul(args["t_stride"], index(j)))
-        store(builder, vector, target)
+        store(builder, vector, builder.add(target, builder.mul(t_stride, index(j))))
 
 
 _BODIES = {"outer": _outer, "weigh": _weigh, "inner": _inner, "transpose": _transpose}
