@@ -24,6 +24,8 @@ def server(tiny_with_text):
         yield running
         assert KEY not in running.output
     for line in running.errors:
+        if line.startswith("nanobind:"):
+            break  # what a C++ library writes when the process is gone already
         json.loads(line)  # every line of the log is an object
 
 

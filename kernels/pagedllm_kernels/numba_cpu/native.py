@@ -63,7 +63,7 @@ def _module(tiles: list[Tile], machine: Any) -> Any:
     module = ir.Module("pagedllm_tiles")
     module.triple = machine.triple
     module.data_layout = str(machine.target_data)
-    for tile in tiles:
+    for tile in dict.fromkeys(tiles):  # small tiles of two purposes may be one and the same
         emit(module, tile)
     return module
 
