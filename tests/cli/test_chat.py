@@ -138,8 +138,13 @@ def test_control_c_stops_the_answer_and_not_the_program(terminal: Terminal) -> N
     terminal.type("\x03")
     terminal.wait_for(r"\[stopped\].*> ", seconds=20)
     # At the prompt it drops the line and no more.
-    terminal.type("half a li\x03")
-    terminal.wait_for("Ctrl-D.*> ")
+    for attempt in range(4):  # a key pressed before the prompt listens is lost on any terminal
+        terminal.type("half a li\x03")
+        try:
+            terminal.wait_for("Ctrl-D.*> ", seconds=8)
+            break
+        except TimeoutError:
+            assert attempt < 3, "Ctrl-C at the prompt is not noticed"
     terminal.type("/nonsense\n")
     terminal.wait_for("/nonsense.*> ")
     terminal.type("\x04")
