@@ -14,12 +14,12 @@ the other until one does not answer None.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import pluggy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from pagedllm.config import Config
@@ -57,6 +57,37 @@ class ResolvedModel:
     """What the user asked for; reports and metrics call the model so."""
     revision: str | None = None
     """What identifies these very weights, such as a commit hash; None when nothing does."""
+
+
+class ResponseCache(Protocol):
+    """A store of whole answers that engines share; keys and answers mean nothing to it.
+
+    An engine makes one when it starts and calls it in one thread of its own, so neither a
+    request nor an event loop ever waits in these methods for longer than ``timeout``. Whatever
+    they raise counts as an outage: the engine warns once, goes on without the cache, and
+    tries it again after some seconds.
+    """
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that a look-up may hold up the requests in it; after that they run."""
+        ...
+
+    def get(self, keys: Sequence[str]) -> Sequence[bytes | None]:
+        """Return the answer of each key, None for one that is not there (any more).
+
+        Args:
+            keys: one or more; each at most 80 ASCII letters, digits, ``:``, ``.`` and ``-``.
+        """
+        ...
+
+    def put(self, key: str, answer: bytes) -> None:
+        """Keep an answer, in place of one of the same key; what is too large may be dropped."""
+        ...
+
+    def close(self) -> None:
+        """Give up connections and threads; nothing is called after it. Must not raise."""
+        ...
 
 
 @hookspec
@@ -173,7 +204,12 @@ def pagedllm_logits_processors() -> Mapping[str, str]:
 def pagedllm_response_caches() -> Mapping[str, str]:
     """Register stores for whole answers, shared by engines.
 
-    Each name leads to a callable that takes the configuration and returns the cache. Example::
+    Each name leads to a callable ``make(config, **options)`` that returns a
+    :class:`ResponseCache`. ``Config(response_cache=...)`` names one, alone or with options:
+    ``{"name": "redis", "ttl": 3600}``. Options are the callable's keywords, so that unknown
+    ones are reported by name; for wrong values it raises ConfigError. It connects to nothing
+    yet, so that an engine starts whether or not the store is up.
+    Example::
 
         @hookimpl
         def pagedllm_response_caches():
