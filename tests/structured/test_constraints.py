@@ -69,8 +69,8 @@ def is_person(text):
 CASES = {
     "json_schema": (StructuredOutput(json_schema=PERSON), is_person),
     "regex": (
-        StructuredOutput(regex=r"\d{4}-(0[1-9]|1[0-2])( [a-zé]{2,5}){1,3}"),
-        lambda text: re.fullmatch(r"\d{4}-(0[1-9]|1[0-2])( [a-zé]{2,5}){1,3}", text),
+        StructuredOutput(regex=r"[0-9]{4}-(0[1-9]|1[0-2])( [a-zé]{2,5}){1,3}"),
+        lambda text: re.fullmatch(r"[0-9]{4}-(0[1-9]|1[0-2])( [a-zé]{2,5}){1,3}", text),
     ),
     "choice": (
         StructuredOutput(choice=["Zürich", 'a "quoted" one', "back\\slash", "line\nbreak"]),

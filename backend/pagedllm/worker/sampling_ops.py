@@ -182,7 +182,11 @@ def _draw_from_top(x: Tensor, params: DrawParams, count: int) -> NDArray[np.int6
         total = _tempered(x, top, params).exp_().sum(dim=1, keepdim=True, dtype=torch.float64)
     logits = _tempered(values, top, params)
     cut = cutoffs(logits, params, total)
-    cut_short = cut[:, 0] <= logits[:, -1]
+    # Equals of the k-th logit may go on beyond what is seen; top_p's mass counts them too.
+    nucleus_of_k = (params.top_p < 1.0) & (params.top_k > 0)
+    kth = logits.gather(1, to_device(np.clip(params.top_k, 1, count) - 1, x.device)[:, None])
+    lowest = torch.where(to_device(nucleus_of_k, x.device)[:, None], kth, torch.inf)
+    cut_short = torch.minimum(cut, lowest)[:, 0] <= logits[:, -1]
     ids, order = ids.sort(dim=1)
     logits = logits.masked_fill_(logits < cut, -torch.inf).gather(1, order)
     typical_(logits, params)
