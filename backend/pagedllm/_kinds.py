@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import math
 import numbers
 import operator
@@ -254,15 +255,30 @@ class Biases:
 
 
 @dataclass(frozen=True, slots=True)
-class Callback:
-    """Something to call; there is no text for it."""
+class Named:
+    """What a plugin registers: its name, or ``{"name": NAME, OPTION: VALUE, ...}``."""
 
-    metavar: str | None = None
+    callables: bool = False
+    """Whether the thing itself may be given: something to call."""
+    metavar: str | None = "NAME"
 
     def check(self, value: Any) -> Any:
-        if not callable(value):
-            raise _reject("a callable", value)
-        return value
+        if self.callables and callable(value):
+            return value
+        if isinstance(value, str) and value:
+            return value
+        if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+            name = value.get("name")
+            if isinstance(name, str) and name:
+                return dict(value) if len(value) > 1 else name
+        either = "a callable, " if self.callables else ""
+        raise _reject(f"{either}a name or {{'name': ..., option: value}}", value)
 
     def parse(self, text: str) -> Any:
-        return text
+        """A name; or the mapping, as JSON."""
+        if not text.lstrip().startswith("{"):
+            return text
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise BadValue(f"{shown(text)} is not valid JSON: {error}") from None

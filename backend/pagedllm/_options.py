@@ -12,7 +12,7 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from pagedllm._kinds import BadValue, Biases, Boolean, Kind, Many, nearest, shown
+from pagedllm._kinds import BadValue, Biases, Boolean, Kind, Many, Named, nearest, shown
 
 if TYPE_CHECKING:
     import argparse
@@ -65,8 +65,12 @@ def option(
     """
     nullable = default is None if optional is None else optional
     made = Option(kind, text, section, aliases, nullable, secret)
-    metadata, hashable = {"option": made}, not isinstance(kind, Biases)
-    return dataclasses.field(default=default, metadata=metadata, repr=not secret, hash=hashable)
+    # Values that are, or may hold, mappings are compared but not hashed.
+    innermost = kind.item if isinstance(kind, Many) else kind
+    hashable = not isinstance(innermost, Biases | Named)
+    return dataclasses.field(
+        default=default, metadata={"option": made}, repr=not secret, hash=hashable
+    )
 
 
 def options_of(cls: type) -> dict[str, Option]:

@@ -13,8 +13,9 @@ import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+from pagedllm._named import make
 from pagedllm.config import Config
 from pagedllm.engine.driven import Room
 from pagedllm.engine.engine import Engine
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from pagedllm.metrics import EngineStats
     from pagedllm.models.base import PagedModel
     from pagedllm.types import ModelInfo, Request
+    from pagedllm_kernels.types import AttentionBackend
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -304,7 +306,7 @@ def _load_model(config: Config, path: str) -> PagedModel:
         device=config.device,
         model_impl=config.model_impl,
         trust_remote_code=config.trust_remote_code,
-        attention=config.attention_backend,
+        attention=_attention(config),
         progress=sys.stderr.isatty(),
     )
 
@@ -312,7 +314,20 @@ def _load_model(config: Config, path: str) -> PagedModel:
 def _wrap(config: Config, model: PreTrainedModel) -> PagedModel:
     from pagedllm.models.registry import wrap_model
 
-    return wrap_model(model, model_impl=config.model_impl, attention=config.attention_backend)
+    return wrap_model(model, model_impl=config.model_impl, attention=_attention(config))
+
+
+def _attention(config: Config) -> str | AttentionBackend:
+    """The kernels' own name, or what a plugin registers under another one."""
+    from pagedllm_kernels import attention_backends
+
+    name, builtin = config.attention_backend, ("auto", *attention_backends())
+    if name in builtin:
+        return name
+    setting = "attention_backend"
+    return cast(
+        "AttentionBackend", make("pagedllm_attention_backends", setting, name, config, also=builtin)
+    )
 
 
 def _return_heap() -> None:

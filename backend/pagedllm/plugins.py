@@ -122,6 +122,7 @@ class PluginManager:
         self._pluggy.add_hookspecs(hookspecs)
         self._records: dict[str, PluginRecord] = {}
         self._reported: set[tuple[str, str]] = set()
+        self._registries: dict[str, Mapping[str, Registration]] = {}
         builtin = PluginRecord("local", BUILTIN_DISTRIBUTION, "built-in")
         self._register(builtin, LocalFolders)
         points = (
@@ -235,9 +236,13 @@ class PluginManager:
     def registry(self, hook: str) -> Mapping[str, Registration]:
         """Collect a registry hook's entries, by name; of two equal names the first wins.
 
+        Plugins are asked once: names in requests are looked up here.
+
         Args:
             hook: one of :data:`REGISTRIES`, such as ``pagedllm_adapters``.
         """
+        if hook in self._registries:
+            return self._registries[hook]
         found: dict[str, Registration] = {}
         for record, entries in self._answers(hook, _check_registry):
             for name, target in entries.items():
@@ -246,7 +251,7 @@ class PluginManager:
                     self._fail(record, f"{hook}: {name!r} is taken by {other}", status="faulty")
                 else:
                     found[name] = Registration(name, target, record)
-        return found
+        return self._registries.setdefault(hook, found)
 
     def model_names(self) -> tuple[ModelName, ...]:
         """Return every short name that a plugin offers, sorted."""

@@ -11,7 +11,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pagedllm._kinds import Biases, Boolean, Callback, Integer, Many, Number, Text
+from pagedllm._kinds import Biases, Boolean, Integer, Many, Named, Number, Text
 from pagedllm._options import canonical, check_all, checked, option
 from pagedllm.errors import ValidationError
 from pagedllm.structured.spec import Structure, StructuredOutput
@@ -126,10 +126,11 @@ class SamplingParams:
         Structure(),
         "make the answer keep to a JSON schema, regular expression, choice or grammar",
     )
-    logits_processors: Sequence[Callable[..., Any]] = option(
+    logits_processors: Sequence[Callable[..., Any] | str | Mapping[str, Any]] = option(
         (),
-        Many(Callback()),
-        "callables that change the logits before a token is drawn; transformers' too",
+        Many(Named(callables=True), separator=None),
+        "what changes the logits before a token is drawn: names that plugins register, each "
+        'alone or with options ({"name": ..., ...}); in Python also callables, transformers\' too',
     )
 
     def __post_init__(self) -> None:

@@ -145,9 +145,21 @@ def test_logits_processors_are_callables_in_a_sequence() -> None:
     params = SamplingParams(logits_processors=[warper, plain])
     assert params.logits_processors == (warper, plain)
     assert SamplingParams(logits_processors=LogitsProcessorList([warper])).logits_processors
-    for wrong in (plain, ["plain"], [None]):
+    for wrong in (plain, [None], [""], [{}], [{"token": 1}], [{"name": 5}], [{"name": "x", 1: 2}]):
         with pytest.raises(ValidationError, match="logits_processors"):
             SamplingParams(logits_processors=wrong)
+
+
+def test_logits_processors_may_be_names_with_options() -> None:
+    options = {"name": "forbid", "token_ids": [1]}
+    params = SamplingParams(logits_processors=["plain", options, {"name": "bare"}])
+    assert params.logits_processors == ("plain", {"name": "forbid", "token_ids": [1]}, "bare")
+    options["token_ids"] = [2]
+    assert params.logits_processors[1] == {"name": "forbid", "token_ids": [1]}
+    assert SamplingParams(logits_processors="plain").logits_processors == ("plain",)
+    copied = pickle.loads(pickle.dumps(params))
+    assert copied == params
+    assert hash(copied) == hash(params)
 
 
 def test_more_tokens_at_least_than_at_most() -> None:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+from pagedllm._named import with_processors
 from pagedllm.engine import text
 from pagedllm.errors import RequestTooLongError, ValidationError
 from pagedllm.sampling_params import SamplingParams
@@ -89,7 +90,7 @@ class Intake:
             token_ids = token_ids[-params.truncate_prompt_tokens :]
         self._check_params(params)
         self._check_length(len(token_ids), params)
-        params = self._with_grammar(params)
+        params = self._with_grammar(with_processors(params, self._config))
         number = next(self._numbers)
         return Request(
             request_id=request_id if request_id is not None else f"request-{number}",

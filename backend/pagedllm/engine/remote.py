@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import queue
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -25,7 +27,7 @@ from pagedllm.engine.engine import Engine
 from pagedllm.engine.loop import EngineLoop
 from pagedllm.engine.requests import OutputState, RequestState
 from pagedllm.engine.sequence import SequenceState
-from pagedllm.errors import EngineClosedError, EngineError
+from pagedllm.errors import EngineClosedError, EngineError, ValidationError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -114,8 +116,22 @@ class RemoteLoop:
     # -- what an EngineLoop does ---------------------------------------------------
 
     def add(self, state: RequestState, max_tokens: int) -> None:
-        """Queue a request. Raises EngineClosedError, or EngineError when the process died."""
+        """Queue a request.
+
+        Raises:
+            EngineClosedError, or EngineError when the process died.
+            ValidationError: the request cannot be sent there.
+        """
         request = state.request
+        try:
+            packed = pickle.dumps(request)
+        except Exception as error:
+            raise ValidationError(
+                f"logits_processors: they cannot be sent to the engine's own process "
+                f"({_one_line(error)}); define them in a module, name a plugin's, or start the "
+                f"engine with engine='thread'",
+                "logits_processors",
+            ) from error
         for index in range(request.params.n):
             mirror = SequenceState(request, index, 0, 0, max_tokens, [])
             state.outputs.append(OutputState(mirror, cast("OutputText", None)))
@@ -124,13 +140,10 @@ class RemoteLoop:
             if request.request_id in self._states:
                 raise EngineError(f"request id {request.request_id!r} is in use; give each its own")
             self._states[request.request_id] = state
-            try:
-                self._connection.send(("add", request, max_tokens))
-            except OSError:
-                return  # the process has just died: the reader fails this request, too
-            except BaseException:
-                del self._states[request.request_id]
-                raise
+            # Packed on its own, so that what cannot be read there fails one request. Where the
+            # process has just died, the reader fails this request, too.
+            with contextlib.suppress(OSError):
+                self._connection.send(("add", request.request_id, packed, max_tokens))
 
     def abort(self, request_id: str) -> None:
         """End a request, if it is still there."""
@@ -233,8 +246,6 @@ class RemoteLoop:
 
     def _fail(self) -> None:
         """The process is gone: end whatever waits for it."""
-        import time
-
         status = self.process.wait()
         reason = f"the engine's process ended with status {status}"
         if status < 0:
@@ -342,8 +353,15 @@ def _obey(
 ) -> None:
     kind, *content = command
     if kind == "add":
-        request: Request
-        request, max_tokens = content
+        request_id, packed, max_tokens = content
+        try:
+            request: Request = pickle.loads(packed)
+        except Exception as error:  # noqa: BLE001 - somebody's module may do anything
+            problem = EngineError(f"the engine's process cannot read it: {_one_line(error)}")
+            gain = _Gain(request_id, [], {}, None, time.monotonic(), problem)
+            with lock:
+                connection.send(("gains", [gain]))
+            return
         state = RequestState(request, decoder, changed.put)
         sent[request.request_id] = _Sent(state)
         loop.add(state, max_tokens)
@@ -399,4 +417,8 @@ def _portable(error: BaseException) -> BaseException:
 
     if isinstance(error, PagedLLMError):
         return error
-    return EngineError(f"{type(error).__name__}: {' '.join(str(error).split())}")
+    return EngineError(_one_line(error))
+
+
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -50,9 +50,8 @@ def edit_logits(logits: Tensor, states: Sequence[SlotState]) -> dict[int, Engine
     failures: dict[int, EngineError] = {}
     for row, state in enumerate(states):
         try:
-            for processor in state.params.logits_processors:
-                if not hasattr(processor, "for_sequence"):
-                    logits[row] = run_processor(processor, state.known, logits[row].clone())
+            for processor in state.processors:
+                logits[row] = run_processor(processor, state.known, logits[row].clone())
         except EngineError as error:
             failures[row] = error
     return apply_masks(logits, states) | failures

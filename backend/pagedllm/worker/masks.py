@@ -71,8 +71,8 @@ def apply_masks(logits: Tensor, states: Sequence[SlotState]) -> dict[int, Engine
                 found = np.zeros_like(words[line])
                 mask.fill(state.output, found)
                 words[line] &= found
-        except EngineError as error:
-            failures[row] = error
+        except Exception as error:  # noqa: BLE001 - a plugin's own, perhaps
+            failures[row] = _engine_error(error)
             words[line] = -1
     bits = np.unpackbits(words.view(np.uint8), axis=1, count=size, bitorder="little")
     excluded = to_device(bits == 0, logits.device)
@@ -82,3 +82,11 @@ def apply_masks(logits: Tensor, states: Sequence[SlotState]) -> dict[int, Engine
         index = to_device(np.array(rows, dtype=np.int64), logits.device)
         logits[index] = logits[index].masked_fill_(excluded, -torch.inf)
     return failures
+
+
+def _engine_error(error: Exception) -> EngineError:
+    if isinstance(error, EngineError):
+        return error
+    found = EngineError(f"the request's logits processor raised {type(error).__name__}: {error}")
+    found.__cause__ = error
+    return found

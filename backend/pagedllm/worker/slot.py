@@ -8,12 +8,14 @@ one after a preemption) moves in, which ``generation`` tells apart.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pagedllm._named import NamedProcessor
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
@@ -127,19 +129,23 @@ class SlotState:
     plan: LogitPlan = field(init=False)
     edits_always: bool = field(init=False)
     """Whether something changes the logits in every step."""
+    processors: tuple[Callable[..., Any], ...] = field(init=False)
+    """The logits processors that have no state for a sequence."""
     masks: tuple[TokenMask, ...] = field(init=False)
-    """This sequence's own state of those logits processors that have one."""
+    """This sequence's own state of those that have one."""
     _counts: TokenCounts | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         """Work out the plan."""
         plan = LogitPlan.of(self.params, self.eos_token_ids, self.bad_words_ids)
         self.plan = plan
-        self.masks = tuple(
-            processor.for_sequence()
-            for processor in self.params.logits_processors
-            if hasattr(processor, "for_sequence")
-        )
+        # What a plugin made from a name is called itself, since its type may matter.
+        given: list[Any] = [
+            each.processor if isinstance(each, NamedProcessor) else each
+            for each in self.params.logits_processors
+        ]
+        self.masks = tuple(p.for_sequence() for p in given if hasattr(p, "for_sequence"))
+        self.processors = tuple(p for p in given if not hasattr(p, "for_sequence"))
         self.edits_always = bool(
             plan.penalises
             or len(plan.bias_ids)
