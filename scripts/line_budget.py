@@ -17,8 +17,9 @@ from collections import Counter
 from pathlib import Path
 
 CHECKED = ("backend", "kernels", "integrations", "plugins")
-# Not part of what runs a request: the command, the settings' and plugins' plumbing, and the
-# grammars and parsers that stand on the engine's public mechanism for masks.
+# Not part of what runs a request: the command, the settings' and plugins' plumbing, the
+# grammars and parsers that stand on the engine's public mechanism for masks, and the cache of
+# answers, which stands before the engine.
 AROUND = (
     "backend/pagedllm/cli/",
     "backend/pagedllm/structured/",
@@ -26,6 +27,7 @@ AROUND = (
     "backend/pagedllm/_",
     "backend/pagedllm/hookspecs.py",
     "backend/pagedllm/plugins.py",
+    "backend/pagedllm/response_cache/",
     "backend/pagedllm/testing/",
 )
 ENGINE = 9_000

@@ -109,7 +109,7 @@ class AsyncLLM(Client):
         waker = self._wakers.get(events)
         if waker is None:
             waker = self._wakers[events] = Waker(events)
-        return AsyncOutputStream(self._loop, partial(self._submit, request), waker)
+        return AsyncOutputStream(self._entry, partial(self._submit, request), waker)
 
     def chat(
         self,
@@ -125,7 +125,7 @@ class AsyncLLM(Client):
 
     async def abort(self, request_id: str) -> None:
         """End a request; its iterator's last item says ``finish_reason='abort'``."""
-        self._loop.abort(request_id)
+        self._entry.abort(request_id)
 
     async def aclose(self) -> None:
         """Close without blocking the event loop."""

@@ -7,6 +7,7 @@ a client closes its engine; so do ``close()`` and the interpreter's exit.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import sys
 import weakref
@@ -25,6 +26,8 @@ from pagedllm.engine.remote import RemoteLoop
 from pagedllm.engine.requests import RequestState
 from pagedllm.engine.text import TokenDecoder, load_tokenizer
 from pagedllm.errors import ConfigError, ValidationError
+from pagedllm.response_cache.entry import ResponseCaching, make_store
+from pagedllm.response_cache.keys import engine_identity
 from pagedllm.sampling_params import SamplingParams
 from pagedllm.structured.chat import ChatFormat, PreparedChat, ToolRequest
 
@@ -41,6 +44,8 @@ if TYPE_CHECKING:
     from pagedllm.models.base import PagedModel
     from pagedllm.types import ModelInfo, Request
     from pagedllm_kernels.types import AttentionBackend
+
+    Entry = EngineLoop | RemoteLoop | ResponseCaching
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -66,15 +71,21 @@ class Client:
         manager = get_manager(config.plugins_allow, config.plugins_block)
         resolved = manager.resolve_model(config.model, config.revision, config=config)
         path = str(resolved.path)
+        store = make_store(config)
         loop: EngineLoop | RemoteLoop
         if config.engine == "process":
             loop = RemoteLoop(config, partial(_make_there, path=path))
         else:
             loop = EngineLoop(config, _make_executor(config, partial(_load_model, config, path)))
+        entry: Entry = loop
         try:
-            self._start(config, loop, _tokenizer(config, path))
+            tokenizer = _tokenizer(config, path)
+            if store is not None:
+                identity = engine_identity(config, resolved, loop.info, tokenizer)
+                entry = ResponseCaching(loop, store, identity)
+            self._start(config, loop, tokenizer, entry)
         except BaseException:
-            loop.close()
+            entry.close()
             raise
 
     @classmethod
@@ -105,6 +116,12 @@ class Client:
             skip_tokenizer_init=tokenizer is None,
             **settings,
         ).resolve()
+        if config.response_cache is not None:
+            raise ConfigError(
+                "response_cache: nothing tells the weights of a model that is loaded already "
+                "from others; leave it out, or start from the model's name or folder",
+                "response_cache",
+            )
         if config.engine == "process":
             raise ConfigError(
                 "engine: a model that is loaded already stays in its process", "engine"
@@ -120,9 +137,12 @@ class Client:
         config: Config,
         loop: EngineLoop | RemoteLoop,
         tokenizer: PreTrainedTokenizerBase | None,
+        entry: Entry | None = None,
     ) -> None:
         self.config = config
         self._loop = loop
+        # Where requests go, and aborts after them.
+        self._entry: Entry = loop if entry is None else entry
         self._tokenizer = tokenizer
         self._decoder = None if tokenizer is None else TokenDecoder(tokenizer)
         self._intake = Intake(config, self._loop.info, tokenizer)
@@ -132,7 +152,7 @@ class Client:
             weakref.WeakKeyDictionary()
         )
         # Runs when the last reference goes, and at exit.
-        self._finalizer = weakref.finalize(self, loop.close)
+        self._finalizer = weakref.finalize(self, self._entry.close)
 
     @property
     def model_info(self) -> ModelInfo:
@@ -221,7 +241,10 @@ class Client:
 
     def stats(self) -> EngineStats:
         """Counters, and the batch and cache at this moment. Raises EngineClosedError."""
-        return self._loop.call(Engine.stats)
+        stats = self._loop.call(Engine.stats)
+        if not isinstance(self._entry, ResponseCaching):
+            return stats
+        return dataclasses.replace(stats, response_cache=self._entry.stats())
 
     def health(self) -> str | None:
         """None when requests can be served, else one line that says why not."""
@@ -232,7 +255,7 @@ class Client:
     def _submit(self, request: Request, listener: Callable[[RequestState], None]) -> RequestState:
         state = RequestState(request, self._decoder, listener)
         limit = self._intake.max_tokens(len(request.prompt_token_ids), request.params)
-        self._loop.add(state, limit)
+        self._entry.add(state, limit)
         return state
 
     def _close(self) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pagedllm._kinds import Boolean, Integer, Many, Number, Size, Text
+from pagedllm._kinds import Boolean, Integer, Many, Named, Number, Size, Text
 from pagedllm._options import (
     add_flags,
     canonical,
@@ -147,6 +147,14 @@ class Config:
     )
     enable_prefix_caching: bool = option(
         True, Boolean(), "share the pages of prompts that begin alike", section="cache"
+    )
+
+    response_cache: str | Mapping[str, Any] | None = option(
+        None,
+        Named(),
+        "a plugin's store of whole answers to repeatable requests, shared by engines: its name, "
+        'or with options {"name": ..., ...}; none: answers are not kept',
+        section="cache",
     )
 
     max_num_batched_tokens: int | None = option(

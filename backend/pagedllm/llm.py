@@ -146,7 +146,7 @@ class LLM(Client):
         request = self._intake.request(
             prompt, sampling_params, request_id=request_id, priority=priority, cache_salt=cache_salt
         )
-        return OutputStream(self._loop, partial(self._submit, request))
+        return OutputStream(self._entry, partial(self._submit, request))
 
     def chat_stream(
         self,
@@ -190,7 +190,7 @@ class LLM(Client):
 
     def abort(self, request_id: str) -> None:
         """End a request of another thread; what it has so far is its result."""
-        self._loop.abort(request_id)
+        self._entry.abort(request_id)
 
     def as_async(self) -> AsyncLLM:
         """Return the same engine for asyncio: requests of both share batches.
@@ -215,7 +215,7 @@ class LLM(Client):
             _await_all(finished, len(states), use_tqdm=use_tqdm)
         except BaseException:  # Ctrl-C, mostly: nobody waits for these any more
             for state in states:
-                self._loop.abort(state.request.request_id)
+                self._entry.abort(state.request.request_id)
             raise
         outputs = [state.snapshot() for state in states]
         for output in outputs:

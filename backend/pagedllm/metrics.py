@@ -69,6 +69,18 @@ class Counters:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseCacheStats:
+    """What became of the requests that a response cache might know."""
+
+    lookups: int
+    hits: int
+    stored: int
+    """Answers put into the store."""
+    down: bool
+    """Whether requests go on without the store at this moment."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """The engine at one moment."""
 
@@ -89,6 +101,8 @@ class EngineStats:
     step_rows: Histogram
     step_tokens: Histogram
     cache: CacheStats
+    response_cache: ResponseCacheStats | None = None
+    """None without ``Config.response_cache``. Its hits are in none of the other counters."""
 
     @classmethod
     def of(

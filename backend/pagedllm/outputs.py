@@ -113,6 +113,8 @@ class RequestOutput:
     """Whether every answer is complete."""
     num_cached_tokens: int = 0
     """Prompt tokens whose keys and values came from the prefix cache."""
+    from_response_cache: bool = False
+    """Whether all of it was stored by an earlier, equal request, and nothing was computed."""
     metrics: RequestMetrics | None = None
     error: PagedLLMError | None = None
     """What went wrong, when a ``finish_reason`` is ``error``."""

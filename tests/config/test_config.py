@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import pickle
 import random
 import string
@@ -16,7 +17,7 @@ import pytest
 import torch
 import yaml
 
-from pagedllm._kinds import Boolean, Integer, Many, Number, Size, Text
+from pagedllm._kinds import Boolean, Integer, Many, Named, Number, Size, Text
 from pagedllm._options import options_of
 from pagedllm.config import SECTIONS, Config
 from pagedllm.errors import ConfigError, PagedLLMError
@@ -44,6 +45,8 @@ def _value(name: str, draw: random.Random):
     if isinstance(kind, Text):
         others = [choice for choice in kind.choices if choice != default]
         return draw.choice(others) if others else _word(draw)
+    if isinstance(kind, Named):
+        return {"name": _word(draw), _word(draw): draw.randint(1, 9)}
     assert isinstance(kind, Many)
     return tuple(_word(draw) for _ in range(3))
 
@@ -64,6 +67,8 @@ def _flags(name: str, value: object) -> list[str]:
         return [flag if value else flag.replace("--", "--no-", 1)]
     if isinstance(value, tuple):
         return [flag, ",".join(value)]
+    if isinstance(value, dict):
+        return [flag, json.dumps(value)]
     return [flag, str(value)]
 
 

@@ -19,22 +19,26 @@ from pagedllm.errors import RequestAbortedError
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
-    from typing import Self
+    from typing import Protocol, Self
 
-    from pagedllm.engine.loop import EngineLoop
-    from pagedllm.engine.remote import RemoteLoop
     from pagedllm.engine.requests import RequestState
     from pagedllm.outputs import RequestOutput
 
     Listener = Callable[[RequestState], None]
     Submit = Callable[[Listener], RequestState]
 
+    class Entry(Protocol):
+        """Where the request was submitted."""
+
+        def abort(self, request_id: str) -> None:  # noqa: D102 - as EngineLoop's
+            ...
+
 
 class _Stream:
     """What both iterators share."""
 
-    def __init__(self, loop: EngineLoop | RemoteLoop, submit: Submit, listener: Listener) -> None:
-        self._loop = loop
+    def __init__(self, entry: Entry, submit: Submit, listener: Listener) -> None:
+        self._entry = entry
         # Bound to the facade: an engine lives as long as somebody reads from it.
         self._submit = submit
         self._state = submit(listener)
@@ -57,7 +61,7 @@ class _Stream:
     def _stop(self) -> None:
         if not self._over:
             self._over = True
-            self._loop.abort(self.request_id)
+            self._entry.abort(self.request_id)
 
     def __del__(self) -> None:
         if not getattr(self, "_over", True):
@@ -67,9 +71,9 @@ class _Stream:
 class OutputStream(_Stream):
     """Iterates over snapshots of one request's output."""
 
-    def __init__(self, loop: EngineLoop | RemoteLoop, submit: Submit) -> None:
+    def __init__(self, entry: Entry, submit: Submit) -> None:
         changed = threading.Event()
-        super().__init__(loop, submit, lambda _: changed.set())
+        super().__init__(entry, submit, lambda _: changed.set())
         self._changed = changed
 
     def __iter__(self) -> Self:
@@ -149,9 +153,9 @@ class _Signal:
 class AsyncOutputStream(_Stream):
     """Iterates over snapshots of one request's output, in the running event loop."""
 
-    def __init__(self, loop: EngineLoop | RemoteLoop, submit: Submit, waker: Waker) -> None:
+    def __init__(self, entry: Entry, submit: Submit, waker: Waker) -> None:
         signal = _Signal()
-        super().__init__(loop, submit, lambda _: waker.wake(signal))
+        super().__init__(entry, submit, lambda _: waker.wake(signal))
         self._changed = signal.changed
 
     def __aiter__(self) -> Self:
