@@ -26,7 +26,7 @@ def installed(folder: Path, **plugins: str) -> Iterator[Path]:
         info = folder / f"{name}-1.2.3.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.2.3\n")
-        (info / "entry_points.txt").write_text(f"[pagedllm]\n{name}-plugin = {name}\n")
+        (info / "entry_points.txt").write_text(f"[pagedllm]\n{name} = {name}\n")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
         paths = [str(folder), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]

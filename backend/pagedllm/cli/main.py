@@ -23,7 +23,7 @@ COMMANDS = {
     "generate": "continue one prompt or many",
     "chat": "talk to a model in the terminal",
     "bench": "measure throughput or latency",
-    "plugins": "list the plugins that are installed",
+    "plugins": "list the plugins that are installed, or begin a new one",
 }
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 BROKEN_PIPE = 141  # 128 + SIGPIPE

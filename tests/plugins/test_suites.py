@@ -1,0 +1,58 @@
+"""The conformance suites: sound plugins pass them, and each way of being broken fails."""
+
+from __future__ import annotations
+
+import pytest
+
+from pagedllm.testing import ExecutorSuite, LogitsProcessorSuite, ModelProviderSuite
+from plugin_site import installed
+
+PROCESSORS = """
+    from pagedllm import hookimpl
+
+    @hookimpl
+    def pagedllm_logits_processors():
+        return {"forbid": "suited:forbid", "theirs": "suited:theirs"}
+
+    def forbid(token_ids):
+        def process(generated, logits):
+            logits[list(token_ids)] = float("-inf")
+            return logits
+        return process
+
+    def theirs(penalty):
+        from transformers import RepetitionPenaltyLogitsProcessor
+        return RepetitionPenaltyLogitsProcessor(penalty)
+"""
+
+
+class TestSmolLM2(ModelProviderSuite):
+    plugin = "smollm2"
+    prompt = "The capital of France is"
+
+
+class TestInlineExecutor(ExecutorSuite):
+    executor = "inline"
+
+
+class TestInlineExecutorAhead(ExecutorSuite):
+    executor = "inline"
+    settings = {"steps_in_flight": 2}  # noqa: RUF012
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    with installed(tmp_path_factory.mktemp("site"), suited=PROCESSORS) as folder:
+        yield folder
+
+
+@pytest.mark.usefixtures("site")
+class TestForbid(LogitsProcessorSuite):
+    processor = "forbid"
+    options = {"token_ids": [3, 4]}  # noqa: RUF012
+
+
+@pytest.mark.usefixtures("site")
+class TestTheirs(LogitsProcessorSuite):
+    processor = "theirs"
+    options = {"penalty": 1.5}  # noqa: RUF012

@@ -1,0 +1,252 @@
+"""Each check of the conformance suites fails for a plugin that is broken in just that way."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from pagedllm.testing import ExecutorSuite, LogitsProcessorSuite, ModelProviderSuite, tiny_model
+from plugin_site import installed
+
+PROVIDER = """
+    import os, shutil
+    from pathlib import Path
+    from pagedllm import ModelName, ModelNotFoundError, ResolvedModel, hookimpl
+
+    @hookimpl
+    def pagedllm_model_names():
+        return [ModelName("NAME", aliases=("NAME-alias",))]
+
+    @hookimpl
+    def pagedllm_resolve_model(name, revision, config):
+        if name not in ("NAME", "NAME-alias"):
+            return None
+        if revision is not None:
+            raise ModelNotFoundError("there are no revisions")
+        return ResolvedModel(Path(SOURCE), name)
+"""
+# What is put in place of what, the check that must notice, and a word of its message.
+PROVIDERS = {
+    "lists_texts": ('ModelName("NAME", aliases=("NAME-alias",))', '"NAME"',
+                    "test_the_plugin_loads_without_a_fault", "not a ModelName"),
+    "is_heavy": ("import os, shutil", "import os, shutil, numpy",
+                 "test_listing_it_is_light", "imports ['numpy']"),
+    "says_it_twice": ('aliases=("NAME-alias",)', 'aliases=("NAME",)',
+                      "test_names_can_be_listed", "there twice"),
+    "forgets_its_alias": ('not in ("NAME", "NAME-alias")', '!= "NAME"',
+                          "test_every_name_leads_to_a_model", "is not resolved"),
+    "is_relative": ("Path(SOURCE)", "Path(os.path.relpath(SOURCE))",
+                    "test_every_name_leads_to_a_model", "working directory"),
+    "writes_again": ("return ResolvedModel", "Path(SOURCE, 'config.json').touch(); "
+                     "return ResolvedModel", "test_a_second_time_changes_nothing", "rewrote"),
+    "takes_all": ('name not in ("NAME", "NAME-alias")', "False",
+                  "test_other_names_are_left_to_others", "not the plugin's"),
+    "raises": ('return None', 'raise KeyError(name)',
+               "test_other_names_are_left_to_others", "must return None"),
+    "drops_revisions": ("revision is not None", "False",
+                        "test_a_revision_is_obeyed_or_refused", "ignored"),
+    "cannot_share": ("return ResolvedModel(Path(SOURCE), name)",
+                     "return ResolvedModel(shutil.copytree(SOURCE, Path(config.download_dir, "
+                     "str(os.getpid()))), name)", "test_two_processes_at_once", "were led to"),
+    "has_no_weights": ("Path(SOURCE), name", "Path(SOURCE + '-bare'), name",
+                       "test_an_engine_runs_the_model", "no weights"),
+}  # fmt: skip
+
+EXECUTORS = """
+    import dataclasses
+    from pagedllm import hookimpl
+
+    KEPT = []
+
+    def make(config, load, starts=None, change=None, collects=None, **more):
+        from pagedllm.executors.inline import InlineExecutor
+
+        class Broken(InlineExecutor):
+            def submit(self, step):
+                super().submit(change(step) if change else step)
+
+            def start(self):
+                return starts(self, super().start) if starts else super().start()
+
+            def collect(self):
+                return collects(self, super().collect) if collects else super().collect()
+
+        for name, value in more.items():
+            setattr(Broken, name, value)
+        return Broken(config, load)
+
+    def swallow(self, start):
+        try:
+            return start()
+        except Exception:
+            return None
+
+    def keep(self, start):
+        info = start()
+        KEPT.append(self._worker._model)
+        return info
+
+    def latest(self, collect):
+        return self._results.pop()
+
+    def throw(self, collect):
+        output = collect()
+        if output.error is not None:
+            raise output.error
+        return output
+
+    def fail_all(self, collect):
+        output = collect()
+        errors = [row.error for row in output.rows if row.error]
+        return dataclasses.replace(output, error=errors[0], rows=()) if errors else output
+
+    def off_by_one(self, collect):
+        output = collect()
+        rows = [dataclasses.replace(row, token_id=row.token_id and row.token_id ^ 1)
+                for row in output.rows]
+        return dataclasses.replace(output, rows=tuple(rows))
+
+    @hookimpl
+    def pagedllm_create_executor(name, config, load):
+        without = dataclasses.replace
+        kinds = {
+            "is_ill": dict(health=lambda self: "not well"),
+            "takes_the_latest": dict(collects=latest),
+            "keeps_slots": dict(change=lambda step: without(step, added=()) if step.step_id
+                                else step),
+            "throws": dict(collects=throw),
+            "fails_all": dict(collects=fail_all),
+            "swallows": dict(starts=swallow),
+            "keeps_the_model": dict(starts=keep),
+            "is_off_by_one": dict(collects=off_by_one),
+            "copies_no_pages": dict(change=lambda step: without(step, page_copies=())),
+        }
+        return make(config, load, **kinds[name]) if name in kinds else None
+"""
+EXECUTOR_FAULTS = {
+    "is_ill": ("test_start_describes_the_model", "not well"),
+    "takes_the_latest": ("test_steps_come_back_in_their_order", "collected"),
+    "keeps_slots": ("test_a_slot_is_used_again", "failed"),
+    "throws": ("test_a_failing_step_is_its_result", "must come back"),
+    "fails_all": ("test_a_failing_row_fails_alone", "failed the step"),
+    "swallows": ("test_a_model_that_cannot_be_loaded", "DID NOT RAISE"),
+    "keeps_the_model": ("test_close_gives_all_back", "still held"),
+    "is_off_by_one": ("test_an_engine_gives_transformers_tokens", "transformers"),
+    "copies_no_pages": ("test_an_engine_that_runs_out_of_pages", "three answers"),
+}
+
+PROCESSORS = """
+    import sys
+    from pagedllm import hookimpl
+
+    @hookimpl
+    def pagedllm_logits_processors():
+        names = ("swallows", "is_short", "is_idle", "counts", "grabs", "differs")
+        return {name: f"processors:{name}" for name in names}
+
+    def swallows(**options):
+        return lambda ids, logits: logits
+
+    def is_short():
+        return lambda ids, logits: logits[1:]
+
+    def is_idle():
+        return lambda ids, logits: logits
+
+    def counts():
+        calls = []
+        def process(ids, logits):
+            calls.append(ids)
+            logits[len(calls)] = 9.0
+            return logits
+        return process
+
+    def grabs():
+        def process(ids, logits):
+            ids.append(0)
+            return logits
+        return process
+
+    def differs():
+        def process(ids, logits):
+            logits[:] = 0.0
+            logits[5 if sys.argv[0] == "-c" else 6] = 1.0
+            return logits
+        return process
+"""
+PROCESSOR_FAULTS = {
+    "swallows": ("test_options_that_it_does_not_know_are_refused", "was accepted"),
+    "is_short": ("test_it_gives_back_logits", "shape"),
+    "is_idle": ("test_it_does_something", "stay as they are"),
+    "counts": ("test_it_depends_on_the_sequence_alone", "keep no state"),
+    "grabs": ("test_it_keeps_its_hands_off_the_tokens", "changed the token ids"),
+    "differs": ("test_it_works_in_engines_of_both_kinds", "in a process"),
+}
+
+
+def run(folder, suite, attribute, faults):
+    """Run, of each broken plugin, the check that must notice; return what each one said."""
+    lines = [f"from pagedllm.testing import {suite}"]
+    lines += [f"class Test_{name}({suite}):\n    {attribute} = {name!r}" for name in faults]
+    lines += ["Test_takes_the_latest.settings = {'steps_in_flight': 2}"] * ("throws" in faults)
+    (folder / "test_broken.py").write_text("\n".join(lines))
+    nodes = [f"test_broken.py::Test_{name}::{check}" for name, (check, _) in faults.items()]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *nodes]
+    done = subprocess.run(
+        [*command, "--junitxml=report.xml"], cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert " error" not in done.stdout.splitlines()[-1], done.stdout
+    found = {}
+    for case in ET.parse(folder / "report.xml").iter("testcase"):
+        failure = case.find("failure")
+        text = None if failure is None else (failure.text or "")
+        found[case.get("classname").rpartition("Test_")[2], case.get("name")] = text
+    return found
+
+
+def check(found, faults):
+    for name, (test, word) in faults.items():
+        said = found[name, test]
+        assert said is not None, f"{test} did not notice that a plugin {name}"
+        assert word in said, said
+
+
+def checks_of(suite):
+    return {name for name in vars(suite) if name.startswith("test_")}
+
+
+def test_faults_of_model_providers(tmp_path):
+    tiny_model(tmp_path / "tiny")
+    (tmp_path / "tiny-bare").mkdir()
+    (tmp_path / "tiny-bare" / "config.json").write_text("{}")
+    plugins = {}
+    for name, (old, new, _, _) in PROVIDERS.items():
+        code = textwrap.dedent(PROVIDER)
+        assert old in code
+        code = code.replace(old, new).replace("NAME", name.replace("_", "-"))
+        plugins[name] = code.replace("SOURCE", repr(str(tmp_path / "tiny")))
+    faults = {name: (test, word) for name, (_, _, test, word) in PROVIDERS.items()}
+    assert {test for test, _ in faults.values()} == checks_of(ModelProviderSuite)
+    with installed(tmp_path, **plugins):
+        found = run(tmp_path, "ModelProviderSuite", "plugin", faults)
+    check(found, faults)
+
+
+@pytest.mark.parametrize(
+    ("suite", "attribute", "plugin", "faults"),
+    [
+        (ExecutorSuite, "executor", {"executors": EXECUTORS}, EXECUTOR_FAULTS),
+        (LogitsProcessorSuite, "processor", {"processors": PROCESSORS}, PROCESSOR_FAULTS),
+    ],
+    ids=["executors", "processors"],
+)
+def test_faults_of(suite, attribute, plugin, faults, tmp_path):
+    assert {test for test, _ in faults.values()} == checks_of(suite)
+    with installed(tmp_path, **plugin):
+        found = run(tmp_path, suite.__name__, attribute, faults)
+    check(found, faults)
