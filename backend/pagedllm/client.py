@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from pagedllm._named import make
+from pagedllm._sinks import close_after, make_reporters
 from pagedllm.config import Config
 from pagedllm.engine.driven import Room
 from pagedllm.engine.engine import Engine
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from pagedllm._sinks import Reporter
     from pagedllm.engine.streams import Waker
     from pagedllm.executors.base import Executor
     from pagedllm.metrics import EngineStats
@@ -71,7 +73,7 @@ class Client:
         manager = get_manager(config.plugins_allow, config.plugins_block)
         resolved = manager.resolve_model(config.model, config.revision, config=config)
         path = str(resolved.path)
-        store = make_store(config)
+        store, reporters = make_store(config), make_reporters(config)
         loop: EngineLoop | RemoteLoop
         if config.engine == "process":
             loop = RemoteLoop(config, partial(_make_there, path=path))
@@ -83,7 +85,7 @@ class Client:
             if store is not None:
                 identity = engine_identity(config, resolved, loop.info, tokenizer)
                 entry = ResponseCaching(loop, store, identity)
-            self._start(config, loop, tokenizer, entry)
+            self._start(config, loop, tokenizer, entry, reporters)
         except BaseException:
             entry.close()
             raise
@@ -127,8 +129,9 @@ class Client:
                 "engine: a model that is loaded already stays in its process", "engine"
             )
         self = cls.__new__(cls)
-        executor = _make_executor(config, partial(_wrap, config, model))
-        self._start(config, EngineLoop(config, executor), tokenizer)
+        reporters = make_reporters(config)
+        loop = EngineLoop(config, _make_executor(config, partial(_wrap, config, model)))
+        self._start(config, loop, tokenizer, loop, reporters)
         _return_heap()  # the native tier merged projections and freed the separate ones
         return self
 
@@ -137,12 +140,13 @@ class Client:
         config: Config,
         loop: EngineLoop | RemoteLoop,
         tokenizer: PreTrainedTokenizerBase | None,
-        entry: Entry | None = None,
+        entry: Entry,
+        reporters: Sequence[Reporter],
     ) -> None:
         self.config = config
         self._loop = loop
         # Where requests go, and aborts after them.
-        self._entry: Entry = loop if entry is None else entry
+        self._entry: Entry = entry
         self._tokenizer = tokenizer
         self._decoder = None if tokenizer is None else TokenDecoder(tokenizer)
         self._intake = Intake(config, self._loop.info, tokenizer)
@@ -152,7 +156,9 @@ class Client:
             weakref.WeakKeyDictionary()
         )
         # Runs when the last reference goes, and at exit.
-        self._finalizer = weakref.finalize(self, self._entry.close)
+        self._finalizer = weakref.finalize(self, close_after, reporters, entry.close)
+        for reporter in reporters:
+            reporter.start(partial(_stats, loop, entry))
 
     @property
     def model_info(self) -> ModelInfo:
@@ -241,10 +247,7 @@ class Client:
 
     def stats(self) -> EngineStats:
         """Counters, and the batch and cache at this moment. Raises EngineClosedError."""
-        stats = self._loop.call(Engine.stats)
-        if not isinstance(self._entry, ResponseCaching):
-            return stats
-        return dataclasses.replace(stats, response_cache=self._entry.stats())
+        return _stats(self._loop, self._entry)
 
     def health(self) -> str | None:
         """None when requests can be served, else one line that says why not."""
@@ -267,6 +270,13 @@ class Client:
     def closed(self) -> bool:
         """Whether ``close`` was called."""
         return self._loop.closed
+
+
+def _stats(loop: EngineLoop | RemoteLoop, entry: Entry) -> EngineStats:
+    stats = loop.call(Engine.stats)
+    if not isinstance(entry, ResponseCaching):
+        return stats
+    return dataclasses.replace(stats, response_cache=entry.stats())
 
 
 def _config(model: str | Config | None, settings: Mapping[str, Any]) -> Config:
@@ -295,9 +305,10 @@ def _make_executor(config: Config, load: Callable[[], PagedModel]) -> Executor:
     manager = get_manager(config.plugins_allow, config.plugins_block)
     executor: Executor | None = manager.create_executor(config.executor, config, load)
     if executor is None:
+        faults = [r.error for r in manager.list_plugins() if r.error and "_executor" in r.error]
         raise ConfigError(
             f"executor: no plugin has one named '{config.executor}'; use 'auto', or install "
-            f"the plugin that provides it",
+            f"the plugin that provides it{''.join(f' ({fault})' for fault in faults)}",
             "executor",
         )
     return executor

@@ -191,6 +191,19 @@ class Config:
     disable_log_stats: bool = option(
         False, Boolean(), "do not log statistics now and then", section="scheduler"
     )
+    metrics_sinks: tuple[str | Mapping[str, Any], ...] = option(
+        (),
+        Many(Named(), separator=None),
+        "plugins' receivers of the engine's metrics: names, each alone or with options "
+        '({"name": ..., ...})',
+        section="scheduler",
+    )
+    metrics_interval: float = option(
+        10.0,
+        Number(low=0.01),
+        "seconds from one report to a metrics sink to the next",
+        section="scheduler",
+    )
 
     engine: str = option(
         "auto",

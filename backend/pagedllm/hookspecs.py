@@ -14,7 +14,7 @@ the other until one does not answer None.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pluggy
 
@@ -87,6 +87,23 @@ class ResponseCache(Protocol):
 
     def close(self) -> None:
         """Give up connections and threads; nothing is called after it. Must not raise."""
+        ...
+
+
+class MetricsSink(Protocol):
+    """Receives the engine's metrics in a thread of its own; may block, and may raise."""
+
+    def write(self, report: Mapping[str, Any]) -> None:
+        """Take a report, every ``metrics_interval`` seconds and once when the engine closes.
+
+        Args:
+            report: plain data, as JSON has it: ``time`` (seconds since 1970), ``model``, and
+                the fields of :class:`pagedllm.metrics.EngineStats`. Counters only grow.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give up connections and threads; called after the last report."""
         ...
 
 
@@ -189,9 +206,12 @@ def pagedllm_quantizers() -> Mapping[str, str]:
 def pagedllm_logits_processors() -> Mapping[str, str]:
     """Register logits processors that a request may name.
 
-    Each name leads to a callable that takes the request's options and returns a processor:
-    ``processor(token_ids: Sequence[int], logits: Tensor [vocab]) -> Tensor [vocab]``.
-    Example::
+    ``SamplingParams(logits_processors=["no-digits", {"name": "forbid", "token_ids": [1]}])``
+    names some. Each name leads to a callable that takes the request's options as keywords and
+    returns a processor: ``processor(token_ids: list[int], logits: Tensor [vocab]) -> Tensor
+    [vocab]``, or one of transformers'. It is called in the step, for every token, with prompt
+    and answer so far; its result may depend on nothing else, since a request's answers share
+    it. Example::
 
         @hookimpl
         def pagedllm_logits_processors():
@@ -219,23 +239,12 @@ def pagedllm_response_caches() -> Mapping[str, str]:
 
 
 @hookspec
-def pagedllm_kv_stores() -> Mapping[str, str]:
-    """Register stores for key and value pages outside the device.
-
-    Each name leads to a callable that takes the configuration and returns the store. Example::
-
-        @hookimpl
-        def pagedllm_kv_stores():
-            return {"disk": "my_package.kv:DiskStore"}
-    """
-    return {}
-
-
-@hookspec
 def pagedllm_metrics_sinks() -> Mapping[str, str]:
     """Register receivers of the engine's metrics.
 
-    Each name leads to a callable that takes the configuration and returns the sink. Example::
+    Each name leads to a callable ``make(config, **options)`` that returns a
+    :class:`MetricsSink`; ``Config(metrics_sinks=[...])`` names it, alone or with options. It
+    connects to nothing yet. Example::
 
         @hookimpl
         def pagedllm_metrics_sinks():

@@ -318,18 +318,18 @@ def test_target_that_cannot_be_imported_names_its_plugin(site):
         """
         from pagedllm.hookspecs import hookimpl
         @hookimpl
-        def pagedllm_kv_stores():
-            return {"void": "no_such_module:Store"}
+        def pagedllm_metrics_sinks():
+            return {"void": "no_such_module:Sink"}
         """,
     )
-    entry = site.manager().registry("pagedllm_kv_stores")["void"]
+    entry = site.manager().registry("pagedllm_metrics_sinks")["void"]
     with pytest.raises(ConfigError, match=r"promises 1\.2\.3.*no_such_module"):
         entry.load()
 
 
 def test_every_registry_hook_can_be_asked(site):
     manager = site.manager()
-    assert len(REGISTRIES) == 9
+    assert len(REGISTRIES) == 8
     for hook in REGISTRIES:
         assert dict(manager.registry(hook)) == {}
 
