@@ -28,7 +28,13 @@ if TYPE_CHECKING:
     )
     from pagedllm.hookspecs import ModelName, ResolvedModel, hookimpl
     from pagedllm.llm import LLM
-    from pagedllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+    from pagedllm.outputs import (
+        CompletionOutput,
+        EmbeddingOutput,
+        Logprob,
+        RequestMetrics,
+        RequestOutput,
+    )
     from pagedllm.plugins import list_plugins, plugin_registry, resolve_model
     from pagedllm.sampling_params import SamplingParams
     from pagedllm.structured import StructuredOutput
@@ -41,6 +47,7 @@ __all__ = [
     "CompletionOutput",
     "Config",
     "ConfigError",
+    "EmbeddingOutput",
     "EngineClosedError",
     "EngineError",
     "Logprob",
@@ -79,7 +86,13 @@ _MODULES = {
     ),
     "hookspecs": ("ModelName", "ResolvedModel", "hookimpl"),
     "llm": ("LLM",),
-    "outputs": ("CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"),
+    "outputs": (
+        "CompletionOutput",
+        "EmbeddingOutput",
+        "Logprob",
+        "RequestMetrics",
+        "RequestOutput",
+    ),
     "plugins": ("list_plugins", "plugin_registry", "resolve_model"),
     "sampling_params": ("SamplingParams",),
     "structured": ("StructuredOutput",),

@@ -10,16 +10,19 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pagedllm.client import Client, Messages
+from pagedllm.engine.intake import as_list
 from pagedllm.engine.streams import AsyncOutputStream, Waker
+from pagedllm.outputs import EmbeddingOutput
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from types import TracebackType
     from typing import Self
 
     from pagedllm.config import Config
     from pagedllm.engine.intake import Prompt
     from pagedllm.sampling_params import SamplingParams
-    from pagedllm.types import Request
+    from pagedllm.types import Pooling, Request
 
 
 class AsyncLLM(Client):
@@ -122,6 +125,21 @@ class AsyncLLM(Client):
         """Answer a conversation as :meth:`generate` does, with the options of ``LLM.chat``."""
         chat = self.prepare_chat(messages, sampling_params, **options)
         return self.generate(chat.prompt_token_ids, chat.params, request_id=request_id)
+
+    async def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: Pooling,
+        normalize: bool = True,
+        dimensions: int | None = None,
+    ) -> list[EmbeddingOutput]:
+        """Turn each prompt into a vector, as :meth:`LLM.embed` does."""
+        import asyncio
+
+        requests = [self.prepare_embedding(p, pooling=pooling) for p in as_list(prompts)]
+        outputs = await asyncio.gather(*(anext(self.submit(each)) for each in requests))
+        return [EmbeddingOutput.of(each, normalize, dimensions) for each in outputs]
 
     async def abort(self, request_id: str) -> None:
         """End a request; its iterator's last item says ``finish_reason='abort'``."""

@@ -40,16 +40,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from pagedllm._sinks import Reporter
+    from pagedllm.engine.intake import Prompt
     from pagedllm.engine.streams import Waker
     from pagedllm.executors.base import Executor
     from pagedllm.metrics import EngineStats
     from pagedllm.models.base import PagedModel
-    from pagedllm.types import ModelInfo, Request
+    from pagedllm.types import ModelInfo, Pooling, Request
     from pagedllm_kernels.types import AttentionBackend
 
     Entry = EngineLoop | RemoteLoop | ResponseCaching
 
 Messages = Sequence[Mapping[str, Any]]
+MOST_TEMPLATES = 32
+"""Chat templates that are kept taken apart; a caller may give a new one with every call."""
 
 
 class Client:
@@ -233,6 +236,8 @@ class Client:
         request = ToolRequest.of(tools, tool_choice, parallel=parallel_tool_calls)
         template = chat_template or self.config.chat_template
         if template not in self._chat_formats:
+            if len(self._chat_formats) >= MOST_TEMPLATES:
+                self._chat_formats.clear()
             self._chat_formats[template] = ChatFormat.of(self._tokenizer, template)
         form = self._chat_formats[template]
         prompt = self._intake.chat(
@@ -245,9 +250,27 @@ class Client:
         params = form.constrain(sampling_params or SamplingParams(), request, tail)
         return PreparedChat(tuple(prompt), params, request, form, tail)
 
+    def prepare_embedding(self, prompt: Prompt, *, pooling: Pooling, **options: Any) -> Request:
+        """Check and tokenise a prompt to embed, for :meth:`AsyncLLM.submit`; any thread may.
+
+        Args:
+            prompt: text or token ids.
+            pooling: ``'mean'`` or ``'last'``, see :meth:`LLM.embed`.
+            options: ``request_id``, ``priority`` and ``cache_salt`` of :meth:`AsyncLLM.prepare`.
+
+        Raises:
+            ValidationError: it cannot be served.
+        """
+        none = SamplingParams(max_tokens=None)
+        return self._intake.request(prompt, none, pooling=pooling, **options)
+
     def stats(self) -> EngineStats:
         """Counters, and the batch and cache at this moment. Raises EngineClosedError."""
         return _stats(self._loop, self._entry)
+
+    def page_states(self) -> bytes:
+        """Per page of the cache: 0 free, 1 cached, 2 used by one sequence, 3 by several."""
+        return self._loop.call(Engine.page_states)
 
     def health(self) -> str | None:
         """None when requests can be served, else one line that says why not."""

@@ -13,15 +13,16 @@ import queue
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
-from numbers import Number
 from typing import TYPE_CHECKING, Any
 
 from pagedllm.async_llm import AsyncLLM
 from pagedllm.client import Client, Messages
 from pagedllm.engine.driven import DrivenSequences
+from pagedllm.engine.intake import as_list
 from pagedllm.engine.loop import EngineLoop
 from pagedllm.engine.streams import OutputStream
 from pagedllm.errors import ConfigError, EngineError, RequestAbortedError, ValidationError
+from pagedllm.outputs import EmbeddingOutput
 from pagedllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from pagedllm.engine.intake import Prompt
     from pagedllm.engine.requests import RequestState
     from pagedllm.outputs import RequestOutput
-    from pagedllm.types import Request
+    from pagedllm.types import Pooling, Request
 
 
 class LLM(Client):
@@ -72,7 +73,7 @@ class LLM(Client):
             ValidationError: a request cannot be served; then none of them was started.
             EngineError: a request failed; its ``outputs`` attribute has all that there is.
         """
-        many = _as_list(prompts)
+        many = as_list(prompts)
         params = _each(sampling_params, len(many), "sampling_params")
         priorities = _each(priority, len(many), "priority")
         requests = []
@@ -158,6 +159,38 @@ class LLM(Client):
         chat = self.prepare_chat(messages, sampling_params, **options)
         return self.stream(chat.prompt_token_ids, chat.params)
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: Pooling,
+        normalize: bool = True,
+        dimensions: int | None = None,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingOutput]:
+        """Turn each prompt into a vector of the model's hidden size, all as one batch.
+
+        A model that was not trained for embeddings gives vectors that tell topics apart at
+        best.
+
+        Args:
+            prompts: text or token ids, or a list of either.
+            pooling: ``'mean'`` over all tokens' final states, or the ``'last'`` one's: what
+                the model was trained with.
+            normalize: scale each vector to a length of 1.
+            dimensions: keep only this many of its first entries, for models trained for that.
+            use_tqdm: show a progress bar, when standard error is a terminal.
+
+        Returns:
+            one output for each prompt, in their order.
+
+        Raises:
+            ValidationError, EngineError: as :meth:`generate`.
+        """
+        requests = [self.prepare_embedding(p, pooling=pooling) for p in as_list(prompts)]
+        outputs = self._run(requests, use_tqdm=use_tqdm)
+        return [EmbeddingOutput.of(each, normalize, dimensions) for each in outputs]
+
     def drive(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> DrivenSequences:
         """Start sequences whose tokens the caller chooses: beam search, guided decoding.
 
@@ -240,20 +273,6 @@ class LLM(Client):
         traceback: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Tell one prompt from many: numbers in a row are one prompt's token ids."""
-    if isinstance(prompts, (str, Mapping)):
-        return [prompts]
-    if hasattr(prompts, "tolist"):  # an array or tensor of one or two dimensions
-        prompts = prompts.tolist()
-    if not isinstance(prompts, Sequence):
-        return [prompts]  # the intake says what is wrong with it
-    many: list[Any] = list(prompts)
-    if many and all(isinstance(item, Number) or getattr(item, "ndim", 1) == 0 for item in many):
-        return [many]
-    return many
 
 
 def _each(value: Any, number: int, name: str) -> Sequence[Any]:

@@ -7,8 +7,11 @@ hold all there is so far, ``text_delta`` and ``new_token_ids`` only what is new 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
+
+from pagedllm.errors import ValidationError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -118,3 +121,41 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     error: PagedLLMError | None = None
     """What went wrong, when a ``finish_reason`` is ``error``."""
+    embedding: Sequence[float] | None = None
+    """Of a prompt that was to be embedded, not normalised; see :class:`EmbeddingOutput`."""
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """A prompt as one vector: the model's final states, pooled."""
+
+    embedding: Sequence[float]
+    prompt_token_ids: Sequence[int] = ()
+    num_cached_tokens: int = 0
+    """Prompt tokens whose keys and values came from the prefix cache."""
+
+    @classmethod
+    def of(
+        cls, output: RequestOutput, normalize: bool = True, dimensions: int | None = None
+    ) -> EmbeddingOutput:
+        """Take it from a finished request.
+
+        Args:
+            output: of a request that :meth:`AsyncLLM.prepare_embedding` made.
+            normalize: scale the vector to a length of 1.
+            dimensions: keep only this many of its first entries, before it is scaled.
+
+        Raises:
+            ValidationError: there are not as many dimensions.
+        """
+        vector = list(output.embedding or ())
+        if dimensions is not None and not 1 <= dimensions <= len(vector):
+            raise ValidationError(
+                f"dimensions={dimensions} must be from 1 to {len(vector)}, the model's hidden size",
+                "dimensions",
+            )
+        vector = vector[:dimensions]
+        if normalize:
+            length = math.hypot(*vector) or 1.0
+            vector = [value / length for value in vector]
+        return cls(vector, output.prompt_token_ids, output.num_cached_tokens)

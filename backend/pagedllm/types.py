@@ -8,12 +8,16 @@ order and never sees the scheduler's own state.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pagedllm.sampling_params import SamplingParams
+
+
+Pooling = Literal["mean", "last"]
+"""How a prompt's final states, one a token, become one vector."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,8 @@ class Request:
     """Requests share cached prefixes only when their salts are equal."""
     driven: bool = False
     """Its tokens come from the caller, who is given the logits, instead of from a draw."""
+    pooling: Pooling | None = None
+    """Its prompt's states are pooled to an embedding, and it draws nothing; ``driven``, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +67,7 @@ class SlotInit:
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     driven: bool = False
     """Give back the logits and draw nothing: see :attr:`Request.driven`."""
+    pooling: Pooling | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +137,8 @@ class RowOutput:
     """Of the prompt tokens at positions ``start + 1 ... start + count`` (within the prompt)."""
     logits: Any = None
     """Of a driven row: float32 [vocab], the model's own; ``token_id`` is None then."""
+    embedding: tuple[float, ...] | None = None
+    """Of the last row of a sequence that is pooled."""
     error: BaseException | None = None
     """Set when this row alone failed, such as in its own logits processor."""
 

@@ -17,6 +17,7 @@ PUBLIC = {
     "CompletionOutput",
     "Config",
     "ConfigError",
+    "EmbeddingOutput",
     "EngineClosedError",
     "EngineError",
     "Logprob",

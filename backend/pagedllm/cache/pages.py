@@ -62,6 +62,11 @@ class PagePool:
         free, cached = len(self._free), len(self._policy)
         return PageCounts(used=self.num_pages - free - cached, cached=cached, free=free)
 
+    def states(self) -> bytes:
+        """Per page: 0 free, 1 cached, 2 used by one sequence, 3 by several."""
+        kept = zip(self._references, self._hash_of, strict=True)
+        return bytes(min(3, 1 + count) if count else digest is not None for count, digest in kept)
+
     def references(self, page: int) -> int:
         """Return how many sequences hold a page."""
         return self._references[page]

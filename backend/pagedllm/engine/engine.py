@@ -256,6 +256,9 @@ class Engine:
     ) -> FinishReason | None:
         """Add a result to an answer; return why the answer ends, if it does."""
         result, sequence = update.output, update.sequence
+        if result.embedding is not None:
+            state.embedding = result.embedding
+            return "stop"
         for offset, entry in enumerate(result.prompt_logprobs, start=update.start + 1):
             state.prompt_logprobs[offset] = entry
         if result.token_id is None:
@@ -333,6 +336,10 @@ class Engine:
     def health(self) -> str | None:
         """None when requests can be served, else why not."""
         return str(self._fatal) if self._fatal is not None else self._executor.health()
+
+    def page_states(self) -> bytes:
+        """What is with each page at this moment; see :meth:`PagePool.states`."""
+        return self.scheduler.cache.pool.states()
 
     def stats(self) -> EngineStats:
         """Describe the engine at this moment."""

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from itertools import count
+from numbers import Number
 from typing import TYPE_CHECKING, Any
 
 from pagedllm._named import with_processors
@@ -26,10 +27,24 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from pagedllm.config import Config
-    from pagedllm.types import ModelInfo
+    from pagedllm.types import ModelInfo, Pooling
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text, token ids, or ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``."""
+
+
+def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Tell one prompt from many: numbers in a row are one prompt's token ids."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if hasattr(prompts, "tolist"):  # an array or tensor of one or two dimensions
+        prompts = prompts.tolist()
+    if not isinstance(prompts, Sequence):
+        return [prompts]  # the intake says what is wrong with it
+    many: list[Any] = list(prompts)
+    if many and all(isinstance(item, Number) or getattr(item, "ndim", 1) == 0 for item in many):
+        return [many]
+    return many
 
 
 class Intake:
@@ -58,8 +73,9 @@ class Intake:
         cache_salt: str = "",
         ttft_target: float | None = None,
         e2e_target: float | None = None,
+        pooling: Pooling | None = None,
     ) -> Request:
-        """Check a prompt and its parameters.
+        """Check a prompt and its parameters; with ``pooling`` it is to become a vector.
 
         Raises:
             ValidationError: they cannot be served as they stand; RequestTooLongError when
@@ -89,7 +105,9 @@ class Intake:
         if params.truncate_prompt_tokens is not None:
             token_ids = token_ids[-params.truncate_prompt_tokens :]
         self._check_params(params)
-        self._check_length(len(token_ids), params)
+        if pooling not in (None, "mean", "last"):
+            raise ValidationError(f"pooling must be 'mean' or 'last', not {pooling!r}", "pooling")
+        self._check_length(len(token_ids), params, answers=pooling is None)
         params = self._with_grammar(with_processors(params, self._config))
         number = next(self._numbers)
         return Request(
@@ -104,6 +122,8 @@ class Intake:
             cache_salt=cache_salt,
             ttft_target=ttft_target,
             e2e_target=e2e_target,
+            driven=pooling is not None,
+            pooling=pooling,
         )
 
     def chat(
@@ -141,7 +161,7 @@ class Intake:
             for limit in (params.max_tokens, self._config.force_max_tokens)
             if limit is not None
         ]
-        return min(limits)
+        return max(1, min(limits))  # a prompt to embed may leave no room for an answer
 
     def _tokenise(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
         if isinstance(prompt, Mapping):
@@ -201,13 +221,14 @@ class Intake:
                 if getattr(params, name):
                     raise ValidationError(NO_TOKENIZER.format(name), name)
 
-    def _check_length(self, length: int, params: SamplingParams) -> None:
+    def _check_length(self, length: int, params: SamplingParams, *, answers: bool) -> None:
         limit = self._info.max_model_len
-        if length >= limit:
+        if length >= limit + (not answers):
             raise RequestTooLongError(
-                f"the prompt has {length} tokens and max_model_len is {limit}, which leaves no "
-                f"room for an answer; shorten it, set truncate_prompt_tokens, or start the "
-                f"engine with a larger max_model_len",
+                f"the prompt has {length} tokens and max_model_len is {limit}"
+                f"{', which leaves no room for an answer' * answers}; shorten it"
+                f"{', set truncate_prompt_tokens' * answers}, or start the engine with a larger "
+                f"max_model_len",
                 "prompt",
             )
         if params.max_tokens is not None and length + params.max_tokens > limit:

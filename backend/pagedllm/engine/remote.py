@@ -68,6 +68,7 @@ class _Gain:
     first_token_time: float | None
     finished_time: float | None
     error: Any
+    embedding: tuple[float, ...] | None
 
 
 class RemoteLoop:
@@ -239,6 +240,7 @@ class RemoteLoop:
             state.first_token_time = gain.first_token_time
             state.finished_time = gain.finished_time
             state.error = gain.error
+            state.embedding = gain.embedding
         if state.finished:
             with self._lock:
                 self._states.pop(gain.request_id, None)
@@ -312,6 +314,7 @@ class _Sent:
                 state.first_token_time,
                 state.finished_time,
                 state.error,
+                state.embedding,
             )
 
 
@@ -358,7 +361,7 @@ def _obey(
             request: Request = pickle.loads(packed)
         except Exception as error:  # noqa: BLE001 - somebody's module may do anything
             problem = EngineError(f"the engine's process cannot read it: {_one_line(error)}")
-            gain = _Gain(request_id, [], {}, None, time.monotonic(), problem)
+            gain = _Gain(request_id, [], {}, None, time.monotonic(), problem, None)
             with lock:
                 connection.send(("gains", [gain]))
             return

@@ -58,6 +58,7 @@ class RequestState:
     outputs: list[OutputState] = field(default_factory=list)
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     """By position in the prompt."""
+    embedding: tuple[float, ...] | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
     error: PagedLLMError | None = None
@@ -96,6 +97,7 @@ class RequestState:
                     num_preemptions=sum(s.num_preemptions for s in sequences),
                 ),
                 error=self.error,
+                embedding=self.embedding,
             )
 
     def _completion(self, output: OutputState, cursor: Cursor) -> CompletionOutput:

@@ -286,8 +286,10 @@ class Scheduler:
         ):
             shared = self.cache.pages_for(sequence.num_prompt_tokens - 1)
             return leader.table.pages[:shared], False
-        if sequence.request.params.prompt_logprobs is not None and sequence.index == 0:
-            return [], False  # every position's logits are wanted
+        request = sequence.request
+        scored = request.params.prompt_logprobs is not None and sequence.index == 0
+        if scored or request.pooling == "mean":
+            return [], False  # every position's logits, or states, are wanted
         salt = sequence.request.cache_salt
         return self.cache.find_prefix(sequence.table, sequence.tokens, salt), True
 
@@ -356,6 +358,7 @@ class Scheduler:
                 eos_token_ids=sequence.request.eos_token_ids,
                 bad_words_ids=sequence.request.bad_words_ids,
                 driven=sequence.driven,
+                pooling=sequence.request.pooling,
             )
         )
         change = self.cache.extend(sequence.table, start, start + count)

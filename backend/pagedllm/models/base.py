@@ -68,3 +68,14 @@ class PagedModel(Protocol):
             float32 [R, vocab_size]: logits of the rows in ``batch.logit_indices``.
         """
         ...
+
+    def states(self, batch: DeviceBatch, cache: Sequence[LayerCache]) -> torch.Tensor:
+        """Run a step as :meth:`forward`; return what the output projection would be given.
+
+        Returns:
+            float32 [T, hidden_size]: every row's final state, after the last norm.
+
+        Raises:
+            UnsupportedModelError: the model does not hand it out.
+        """
+        ...

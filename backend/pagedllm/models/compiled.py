@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pagedllm.models.layers import rms_norm
 from pagedllm.models.limits import check_length
 from pagedllm_kernels.numba_cpu.attention import NumbaAttention
 from pagedllm_kernels.numba_cpu.decoder import CompiledDecoder, refusal
@@ -55,13 +56,24 @@ class CompiledModel:
     @torch.inference_mode()
     def forward(self, batch: DeviceBatch, cache: Sequence[LayerCache]) -> torch.Tensor:
         """Run a step; see :class:`~pagedllm.models.base.PagedModel`."""
+        return self._run(batch, batch.logit_indices, cache)[0]
+
+    @torch.inference_mode()
+    def states(self, batch: DeviceBatch, cache: Sequence[LayerCache]) -> torch.Tensor:
+        """Run a step; see :class:`~pagedllm.models.base.PagedModel`."""
+        x = self._run(batch, batch.logit_indices[:0], cache)[1]
+        return rms_norm(x, self.weights.norm, self.spec.norm_eps, self.spec.norm_offset)
+
+    def _run(
+        self, batch: DeviceBatch, logit_indices: torch.Tensor, cache: Sequence[LayerCache]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         check_length(batch, self.spec.max_positions)
         if self._decoder is None or self._page_size != batch.attention.page_size:
             self._page_size = batch.attention.page_size
             team = self.attention.team  # type: ignore[attr-defined]
             self._decoder = CompiledDecoder(self.spec, self.weights, team, self._page_size)
         return self._decoder.forward(
-            batch.token_ids, batch.positions, batch.logit_indices, batch.attention, cache
+            batch.token_ids, batch.positions, logit_indices, batch.attention, cache
         )
 
 

@@ -52,6 +52,22 @@ class NativeModel:
     def forward(self, batch: DeviceBatch, cache: Sequence[LayerCache]) -> torch.Tensor:
         """Run a step; see :class:`~pagedllm.models.base.PagedModel`."""
         spec, weights = self.spec, self.weights
+        x = self._norm(self._residual(batch, cache)[batch.logit_indices], weights.norm)
+        logits = layers.head(x, weights.head)
+        if spec.logit_scale != 1.0:
+            logits = logits * spec.logit_scale
+        if spec.logit_softcap is not None:
+            logits = torch.tanh(logits / spec.logit_softcap) * spec.logit_softcap
+        return logits
+
+    @torch.no_grad()
+    def states(self, batch: DeviceBatch, cache: Sequence[LayerCache]) -> torch.Tensor:
+        """Run a step; see :class:`~pagedllm.models.base.PagedModel`."""
+        return self._norm(self._residual(batch, cache), self.weights.norm)
+
+    def _residual(self, batch: DeviceBatch, cache: Sequence[LayerCache]) -> torch.Tensor:
+        """Run the layers; return float32 [T, E]."""
+        spec, weights = self.spec, self.weights
         check_length(batch, spec.max_positions)
         x = F.embedding(batch.token_ids, weights.embedding).float()
         if spec.embedding_scale != 1.0:
@@ -66,13 +82,7 @@ class NativeModel:
             h = self._norm(x, layer.mlp_norm)
             h = self._mlp(h, layer)
             x = self._add(x, self._norm(h, layer.mlp_out_norm))
-        x = self._norm(x[batch.logit_indices], weights.norm)
-        logits = layers.head(x, weights.head)
-        if spec.logit_scale != 1.0:
-            logits = logits * spec.logit_scale
-        if spec.logit_softcap is not None:
-            logits = torch.tanh(logits / spec.logit_softcap) * spec.logit_softcap
-        return logits
+        return x
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         """Normalise; a placement that has no norm here has no weight for it."""

@@ -85,18 +85,31 @@ class GenericModel:
     @torch.no_grad()
     def forward(self, batch: DeviceBatch, cache: Sequence[LayerCache]) -> torch.Tensor:
         """Run a step; see :class:`~pagedllm.models.base.PagedModel`."""
+        extra = {"logits_to_keep": batch.logit_indices} if self._keeps else {}
+        logits: torch.Tensor = self._call(self.model, batch, cache, **extra).logits[0]
+        return (logits if self._keeps else logits[batch.logit_indices]).float()
+
+    @torch.no_grad()
+    def states(self, batch: DeviceBatch, cache: Sequence[LayerCache]) -> torch.Tensor:
+        """Run a step; see :class:`~pagedllm.models.base.PagedModel`."""
+        output = self._call(self.model.base_model, batch, cache)
+        if getattr(output, "last_hidden_state", None) is None:
+            raise UnsupportedModelError(f"{self.architecture} does not hand out its last states")
+        states: torch.Tensor = output.last_hidden_state[0]
+        return states.float()
+
+    def _call(
+        self, model: Any, batch: DeviceBatch, cache: Sequence[LayerCache], **extra: Any
+    ) -> Any:
         check_length(batch, self.max_positions)
         step = _Step(self.attention, cache, batch.attention, self._probed)
-        extra = {"logits_to_keep": batch.logit_indices} if self._keeps else {}
-        output = self.model(
+        return model(
             input_ids=batch.token_ids[None],
             position_ids=batch.positions[None],
             use_cache=False,
             **{STEP: step},
             **extra,
         )
-        logits: torch.Tensor = output.logits[0]
-        return (logits if self._keeps else logits[batch.logit_indices]).float()
 
 
 def _register() -> None:

@@ -17,10 +17,11 @@ from pagedllm._named import NamedProcessor
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    import torch
     from numpy.typing import NDArray
 
     from pagedllm.sampling_params import SamplingParams
-    from pagedllm.types import SlotInit
+    from pagedllm.types import Pooling, SlotInit
     from pagedllm.worker.masks import TokenMask
 
 
@@ -126,6 +127,9 @@ class SlotState:
     """Token sequences that must not be completed."""
     driven: bool = False
     """Its tokens come from the caller, who is given the logits."""
+    pooling: Pooling | None = None
+    pooled: torch.Tensor | None = None
+    """float64 [E], the sum of the states that were computed so far (``mean``)."""
     plan: LogitPlan = field(init=False)
     edits_always: bool = field(init=False)
     """Whether something changes the logits in every step."""
@@ -172,6 +176,7 @@ class SlotState:
             eos_token_ids=init.eos_token_ids,
             bad_words_ids=tuple(tuple(word) for word in bad_words_ids),
             driven=init.driven,
+            pooling=init.pooling,
         )
 
     @property

@@ -103,6 +103,34 @@ class Worker:
                 layer.value[target] = layer.value[source]
 
     def _compute(self, rows: Sequence[Row]) -> tuple[RowOutput, ...]:
+        pooled = [row for row in rows if self._state(row).pooling is not None]
+        if not pooled:
+            return self._generate(rows)
+        others = [row for row in rows if self._state(row).pooling is None]
+        found = dict(zip(pooled, self._pool(pooled), strict=True))
+        if others:
+            found |= zip(others, self._generate(others), strict=True)
+        return tuple(found[row] for row in rows)
+
+    def _pool(self, rows: Sequence[Row]) -> list[RowOutput]:
+        """Compute prompts that are to become embeddings."""
+        batch, _ = build_batch(
+            rows, self._slots, self._page_tables, self.info.page_size, self._model.device
+        )
+        states = self._model.states(batch, self._cache)
+        outputs = []
+        for row, part in zip(rows, states.split([row.count for row in rows]), strict=True):
+            state, embedding = self._state(row), None
+            if state.pooling == "mean":
+                total = part.sum(0, dtype=torch.float64)
+                state.pooled = total if state.pooled is None else state.pooled + total
+            if row.sample:  # the last of the prompt
+                whole = part[-1] if state.pooled is None else state.pooled / state.num_tokens
+                embedding = tuple(whole.tolist())
+            outputs.append(RowOutput(row.slot, row.generation, embedding=embedding))
+        return outputs
+
+    def _generate(self, rows: Sequence[Row]) -> tuple[RowOutput, ...]:
         batch, logit_rows = build_batch(
             rows, self._slots, self._page_tables, self.info.page_size, self._model.device
         )

@@ -91,7 +91,7 @@ class CompiledDecoder:
         logit_indices: torch.Tensor,
         metadata: AttentionMetadata,
         cache: Sequence[LayerCache],
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run a step and write its keys and values to the cache.
 
         Args:
@@ -102,7 +102,8 @@ class CompiledDecoder:
             cache: of every layer, from :class:`NumbaAttention`.
 
         Returns:
-            float32 [R, vocab_size].
+            float32 [R, vocab_size], the logits; and float32 [T, E], the residual stream as it
+            left the last layer, which the next step overwrites.
         """
         spec, job = self._spec, self._job
         tokens, rows = token_ids.shape[0], logit_indices.shape[0]
@@ -130,7 +131,7 @@ class CompiledDecoder:
         job.reserve(_LAST, max(rows, 2 * SPLIT_ROWS) * spec.hidden_size * size)
         job.reserve(_PACKED, (max(tokens, rows) + at.LANES) * self._units * 4)
         job.run()
-        return out
+        return out, job.floats(_X, (tokens, spec.hidden_size))
 
     @property
     def _qkv_width(self) -> int:

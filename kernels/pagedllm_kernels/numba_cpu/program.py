@@ -168,6 +168,13 @@ class Job:
             self._buffers[index] = buffer
             self.fields[index] = _up(buffer.data_ptr(), at.LINE)
 
+    def floats(self, index: int, shape: tuple[int, int]) -> torch.Tensor:
+        """The beginning of a buffer of :meth:`reserve` as float32: a view."""
+        buffer = self._buffers[index]
+        start = int(self.fields[index]) - buffer.data_ptr()
+        size = shape[0] * shape[1] * 4
+        return buffer[start : start + size].view(torch.float32).view(shape)
+
     def reserve_scratch(self, size: int) -> None:
         """Make every thread's scratch at least ``size`` bytes."""
         size = _up(size, at.LINE)
