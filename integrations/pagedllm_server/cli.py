@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from pagedllm import Config, ConfigError, PagedLLMError
+from pagedllm_server.heap import return_large_blocks
 from pagedllm_server.options import (
     ServerOptions,
     add_arguments,
@@ -68,15 +69,21 @@ def _start(
     from pagedllm_server.app import create_app
     from pagedllm_server.metrics import Metrics
     from pagedllm_server.service import Service
+    from pagedllm_server.tracing import Tracer
 
+    return_large_blocks()
     logs.configure(options.log_level, as_json=options.json_logs)
     for note in notes:
         sys.stderr.write(f"pagedllm serve: {note}\n")
     # A line more for each, that no dashboard reads.
     disable_created_metrics()  # type: ignore[no-untyped-call]
     names = options.served_model_name
-    metrics = Metrics(names[0] if names else config.model)
-    service = Service(config, options, metrics)
+    name = names[0] if names else config.model
+    tracer = None
+    if options.otlp_endpoint is not None:
+        tracer = Tracer(options.otlp_endpoint, options.otlp_service_name, name)
+    metrics = Metrics(name)
+    service = Service(config, options, metrics, tracer)
     app = create_app(service, metrics, options)
     return _serve(app, service, options, listener)
 

@@ -25,7 +25,7 @@ from pagedllm_server.openai_common import (
     structure,
     usage,
 )
-from pagedllm_server.sse import DONE, EventStream, event, while_client_waits
+from pagedllm_server.sse import DONE, EventStream, all_or_none, event, while_client_waits
 from pagedllm_server.tokens import new_text, new_tokens
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ async def complete(server: Server, request: Request, body: CompletionRequest) ->
         if body.stream:
             pieces = _chunks(server, body, prompts, runs, head)
             return EventStream(pieces, stack.pop_all().aclose)
-        outputs = await while_client_waits(request, _all(runs))
+        outputs = await while_client_waits(request, all_or_none(run.finished() for run in runs))
     choices = []
     for number, output in enumerate(outputs):
         answers = list(output.outputs)
@@ -111,16 +111,6 @@ async def _prompts(server: Server, body: CompletionRequest) -> Prompts:
                 found.append(("", each))
         server.service.check_prompt(len(found[-1][1]), "prompt")
     return found
-
-
-async def _all(runs: Sequence[Run]) -> list[RequestOutput]:
-    tasks = [asyncio.ensure_future(run.finished()) for run in runs]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:  # one failed, or nobody waits: the others are of no use
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _choice(

@@ -20,6 +20,7 @@ from starlette.exceptions import HTTPException
 from pagedllm_server.errors import ApiError
 from pagedllm_server.logs import new_id, request_id
 from pagedllm_server.sse import ClientGoneError
+from pagedllm_server.tracing import Origin, origin
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,6 +54,8 @@ class Gate:
         given = headers.get(b"x-request-id", b"").decode("latin-1")
         identity = given if _SAFE_ID.fullmatch(given) else new_id("req")
         token = request_id.set(identity)
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        origin.set(Origin(path, _carrier(headers)))
         started, status = time.perf_counter(), 0
 
         async def reply(message: Message) -> None:
@@ -63,7 +66,6 @@ class Gate:
                 message["headers"] = [*message.get("headers", ()), own]
             await send(message)
 
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
         try:
             self._check(path, headers, scope["method"])
             await self.app(scope, self._bounded(receive), reply)
@@ -138,6 +140,12 @@ class Gate:
             "client": client[0] if client else "-",
         }
         logger.info("%s %s %d %.3f s", scope["method"], shown, status, seconds, extra=extra)
+
+
+def _carrier(headers: dict[bytes, bytes]) -> dict[str, str]:
+    names = ("traceparent", "tracestate")
+    found = ((name, headers.get(name.encode(), b"").decode("latin-1")) for name in names)
+    return {name: value for name, value in found if value}
 
 
 def _digest(key: str | bytes) -> bytes:

@@ -8,6 +8,7 @@ is measured here; no metric's labels come from what clients send.
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections import Counter as Tally
 from collections import deque
@@ -20,6 +21,8 @@ from prometheus_client.core import (
     HistogramMetricFamily,
     Metric,
 )
+
+from pagedllm_server.heap import allocated_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -191,6 +194,7 @@ class _EngineCollector:
         )
         if metrics.stats is not None:
             yield from self._engine(metrics.stats)
+        yield from _held()
         yield from _devices()
 
     def _engine(self, stats: Any) -> Iterator[Metric]:
@@ -264,6 +268,19 @@ def _histogram(name: str, text: str, found: Any) -> Metric:
         running += count
         buckets.append((bound, running))
     return HistogramMetricFamily(name, text, buckets=buckets, sum_value=found.total)
+
+
+def _held() -> Iterator[Metric]:
+    """What this process has allocated, as its allocators count it.
+
+    Resident memory also has what they keep though it is free, and so says little of leaks.
+    """
+    yield GaugeMetricFamily(
+        "pagedllm_python_blocks", "Blocks that Python's objects hold", sys.getallocatedblocks()
+    )
+    allocated = allocated_bytes()
+    if allocated is not None:
+        yield GaugeMetricFamily("pagedllm_allocated_bytes", "Other memory in use", allocated)
 
 
 def _devices() -> Iterator[Metric]:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pagedllm import RequestOutput
     from pagedllm_server.app import Server
     from pagedllm_server.schemas_openai import Generating, ResponseFormat, Sampling
+    from pagedllm_server.schemas_tgi import Strict
     from pagedllm_server.tokens import Token
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,11 @@ def check_fields(server: Server, body: Sampling) -> None:
             accepted = f" (accepted: {', '.join(map(repr, harmless))})" if harmless else ""
             raise unsupported(name, f"this server does not support it; leave it out{accepted}")
     check_model(server, body.model)
+    note(body)
+
+
+def note(body: Strict) -> None:
+    """Log what a client says of whom it asks for."""
     noted = {
         name: shortened(value)
         for name in ("user", "safety_identifier", "prompt_cache_key")

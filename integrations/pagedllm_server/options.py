@@ -22,7 +22,7 @@ GROUPS = {
     "address": "address and transport",
     "access": "access",
     "limits": "limits",
-    "log": "logging",
+    "log": "logging and tracing",
 }
 
 
@@ -82,6 +82,9 @@ class ServerOptions(BaseModel):
         ge=1,
     )
     payload_limit: int = _flag(2_000_000, "bytes of a request's body", "limits", ge=1)
+    embedding_pooling: Literal["mean", "last"] = _flag(
+        "mean", "how /v1/embeddings makes one vector of a text's states: mean or last", "limits"
+    )
     timeout: float | None = _flag(
         None,
         "seconds that a request may take, if it does not say itself; none: any",
@@ -102,6 +105,10 @@ class ServerOptions(BaseModel):
     )
     json_logs: bool = _flag(False, "log a JSON object per line", "log", "json_output")
     access_log: bool = _flag(True, "log a line per request", "log")
+    otlp_endpoint: str | None = _flag(
+        None, "OpenTelemetry collector (OTLP over HTTP) that spans of requests go to", "log"
+    )
+    otlp_service_name: str = _flag("pagedllm", "what the spans call this server", "log")
 
     @model_validator(mode="after")
     def _together(self) -> ServerOptions:
@@ -156,7 +163,6 @@ MEANINGLESS = {
     "sharded": "num_shard alone says how many devices share the model",
     "max_waiting_tokens": "prompts and answers share every step, so nobody waits for tokens",
     "lora_adapters": "adapters are not supported",
-    "otlp_endpoint": "traces are not exported; /metrics has the times",
     "tokenizer_config_path": "use --tokenizer or --chat-template",
     "validation_workers": "the server decides by itself",
 }

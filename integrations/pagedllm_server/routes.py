@@ -11,7 +11,7 @@ from fastapi import FastAPI, Request
 from pydantic import ValidationError
 from starlette.responses import JSONResponse, Response
 
-from pagedllm_server import chat, completions, responses, tgi
+from pagedllm_server import chat, completions, embeddings, responses, tgi
 from pagedllm_server.errors import ApiError, from_pydantic, invalid, unsupported
 from pagedllm_server.openai_common import check_model
 from pagedllm_server.schemas_openai import (
@@ -39,6 +39,10 @@ NATIVE_ERRORS: dict[int | str, dict[str, Any]] = {
     429: {"description": "too much to do; see Retry-After"},
     503: {"description": "the model is not ready"},
 }
+
+
+MOST_CELLS = 4096
+"""Of the page's map of the cache."""
 
 
 def add_routes(app: FastAPI, server: "Server") -> None:
@@ -72,6 +76,11 @@ def _add_probes(app: FastAPI, server: "Server") -> None:
     async def stats() -> Response:
         """The engine at this moment, as JSON; the page's live view reads it."""
         return JSONResponse(await _stats(server))
+
+    @app.get("/stats/pages", tags=["probes"], responses=unready)
+    async def pages() -> Response:
+        """The state of each page of the cache, for the page's map."""
+        return JSONResponse(page_map(await server.service.page_states()))
 
     @app.get("/info", tags=["tgi"], responses=unready)
     async def info() -> Response:
@@ -107,6 +116,16 @@ async def _stats(server: "Server") -> dict[str, Any]:
         "prefix_queries": cache.prefix_queries,
         "prefix_hits": cache.prefix_hits,
     }
+
+
+def page_map(states: bytes) -> dict[str, Any]:
+    """A digit per page: 0 free, 1 cached, 2 used by one sequence, 3 by several.
+
+    With more pages than ``MOST_CELLS`` a digit is of several in a row, the largest of theirs.
+    """
+    each = max(1, -(-len(states) // MOST_CELLS))
+    cells = (max(states[start : start + each]) for start in range(0, len(states), each))
+    return {"pages": len(states), "pages_per_cell": each, "cells": "".join(map(str, cells))}
 
 
 def _add_native(app: FastAPI, server: "Server") -> None:
@@ -220,16 +239,9 @@ def _add_openai(app: FastAPI, server: "Server") -> None:
         return await responses.respond(server, request, body)
 
     @app.post("/v1/embeddings", **options)
-    async def embeddings(body: EmbeddingsRequest) -> Response:
-        """Refused: the engine gives no hidden states."""
-        check_model(server, body.model)
-        raise ApiError(
-            422,
-            "validation",
-            "the model generates text; this engine gives no hidden states to make embeddings of",
-            param="model",
-            code="embeddings_not_supported",
-        )
+    async def embed(body: EmbeddingsRequest, request: Request) -> Response:
+        """Turn texts into vectors of the model's final states."""
+        return await embeddings.embed(server, request, body)
 
 
 def _models(server: "Server") -> list[dict[str, Any]]:

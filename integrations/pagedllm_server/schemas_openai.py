@@ -230,5 +230,12 @@ class EmbeddingsRequest(Strict):
     model: Name = None
     input: str | list[str] | list[int] | list[list[int]]
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = Field(None, ge=1)
+    dimensions: int | None = Field(
+        None, ge=1, description="entries to keep of each vector, before it is scaled to length 1"
+    )
     user: str | None = None
+    pooling: Literal["mean", "last"] | None = Field(
+        None, description="how a text's states become one vector; else --embedding-pooling"
+    )
+    timeout: float | None = Field(None, gt=0, le=1e7, description="seconds after which to stop")
+    cache_salt: str | None = Field(None, min_length=1, description="share no cached prefix outside")

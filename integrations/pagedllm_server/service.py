@@ -16,7 +16,7 @@ import threading
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pagedllm import AsyncLLM, EngineError, PagedLLMError, SamplingParams
 from pagedllm_server.errors import (
@@ -36,9 +36,11 @@ if TYPE_CHECKING:
     from pagedllm.structured import PreparedChat
     from pagedllm_server.metrics import Metrics
     from pagedllm_server.options import ServerOptions
+    from pagedllm_server.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 
+Pooling = Literal["mean", "last"]
 LONG_TEXT = 2_000
 """Characters from which on a prompt is tokenised in another thread: about a millisecond."""
 FIRST_BACK_OFF, LAST_BACK_OFF = 0.5, 30.0
@@ -62,10 +64,17 @@ class Limits:
 class Service:
     """Owns the engine, from before it is loaded until the server stops."""
 
-    def __init__(self, config: Config, options: ServerOptions, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        config: Config,
+        options: ServerOptions,
+        metrics: Metrics,
+        tracer: Tracer | None = None,
+    ) -> None:
         self.config = config
         self.options = options
         self.metrics = metrics
+        self.tracer = tracer
         self.problem: str | None = "the model is loading"
         """Why requests cannot be served now; None when they can."""
         self.failed: Exception | None = None
@@ -142,6 +151,8 @@ class Service:
         llm, self._llm = self._llm, None
         if llm is not None:
             await llm.aclose()
+        if self.tracer is not None:
+            await asyncio.to_thread(self.tracer.close)
 
     @property
     def llm(self) -> AsyncLLM:
@@ -172,6 +183,13 @@ class Service:
             return await asyncio.to_thread(llm.stats)
         except EngineError:
             return None
+
+    async def page_states(self) -> bytes:
+        """The state of each page of the cache. Raises ApiError (503): there is no engine."""
+        try:
+            return await asyncio.to_thread(self.loaded.page_states)
+        except EngineError as error:
+            raise not_ready(str(error)) from error
 
     # -- prompts -------------------------------------------------------------------
 
@@ -250,7 +268,12 @@ class Service:
             self.metrics.active.set(self._active)
 
     async def start(
-        self, prompt: str | Sequence[int], params: SamplingParams, limits: Limits, size: int
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None,
+        limits: Limits,
+        size: int,
+        pooling: Pooling | None = None,
     ) -> Run:
         """Check a request and start it.
 
@@ -259,6 +282,7 @@ class Service:
             params: within the server's limits.
             limits: when the request is wanted.
             size: characters of the prompt, which decide where it is checked.
+            pooling: embed the prompt, instead of generating with ``params``.
 
         Raises:
             ApiError: the engine cannot serve.
@@ -268,6 +292,14 @@ class Service:
         identity = new_id("run")
 
         def prepare() -> Any:
+            if pooling is not None:
+                return llm.prepare_embedding(
+                    prompt,
+                    pooling=pooling,
+                    request_id=identity,
+                    priority=limits.priority,
+                    cache_salt=limits.cache_salt,
+                )
             return llm.prepare(
                 prompt,
                 params,
@@ -279,12 +311,13 @@ class Service:
             )
 
         started = time.monotonic()
-        heavy = size >= LONG_TEXT or params.structured_output is not None
+        constrained = params is not None and params.structured_output is not None
+        heavy = size >= LONG_TEXT or constrained
         try:
             request = await asyncio.to_thread(prepare) if heavy else prepare()
         except (ValueError, TypeError, OverflowError) as error:
             # A schema may hold what its compiler never thought of, such as numbers of any size.
-            if isinstance(error, PagedLLMError) or params.structured_output is None:
+            if isinstance(error, PagedLLMError) or not constrained:
                 raise
             raise invalid(f"the constraint cannot be used: {shortened(str(error))}") from error
         timeout = limits.timeout if limits.timeout is not None else self.options.timeout
@@ -316,7 +349,9 @@ class Run:
         self._late = False
         self._closed = False
         self._last: RequestOutput | None = None
+        self._failure: BaseException | None = None
         self._watch = service.metrics.watch(started)
+        self._span = service.tracer.start(request) if service.tracer is not None else None
         self._stream = llm.submit(request)
         self._timer: asyncio.TimerHandle | None = None
         if timeout is not None:
@@ -343,6 +378,9 @@ class Run:
                 if any(answer.finish_reason == "abort" for answer in output.outputs):
                     raise EngineError("the request was aborted")
                 yield output
+        except BaseException as error:
+            self._failure = error
+            raise
         finally:
             await self.aclose()
 
@@ -364,6 +402,8 @@ class Run:
             self._timer.cancel()
         await self._stream.aclose()
         self._watch.ended(self._last)
+        if self._span is not None and self._service.tracer is not None:
+            self._service.tracer.end(self._span, self._last, self._failure)
         self._service.ended(time.monotonic() - self._started)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from starlette.responses import Response
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
 
     from starlette.requests import Request
     from starlette.types import Receive, Scope, Send
@@ -56,6 +56,17 @@ async def while_client_waits(request: Request, work: Coroutine[Any, Any, T]) -> 
         gone.cancel()
         task.cancel()
         await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def all_or_none(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Await several at once; when one fails, or nobody waits, the others are of no use."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class EventStream(Response):

@@ -13,6 +13,8 @@ from langchain_core.tools import tool as langchain_tool
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
 
+from server_process import events
+
 MESSAGES = [{"role": "user", "content": "What is the weather in Rome?"}]
 SCHEMA = {
     "type": "object",
@@ -233,6 +235,24 @@ def test_responses_parse_into_a_class(client):
     assert wrong.value.param == "previous_response_id"
 
 
-def test_embeddings_are_refused_with_the_reason(client):
-    with pytest.raises(openai.UnprocessableEntityError, match="hidden states"):
-        client.embeddings.create(model="any", input="A")
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_is_apart_from_content(server, stream):
+    body = {
+        "messages": [{"role": "user", "content": "Well?"}],
+        "structured_outputs": {"regex": "<think>hm, hm</think>yes"},
+        "max_tokens": 100,
+        "stream": stream,
+    }
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120)
+    if stream:
+        chunks = [found for found in events(answer) if found != "[DONE]"]
+        deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+        message = {
+            name: "".join(delta.get(name) or "" for delta in deltas)
+            for name in ("reasoning_content", "content")
+        }
+    else:
+        message = answer.json()["choices"][0]["message"]
+        assert answer.json()["usage"]["completion_tokens_details"]["reasoning_tokens"] >= 1
+    assert message["reasoning_content"] == "hm, hm"
+    assert message["content"] == "yes"

@@ -159,7 +159,12 @@ async function poll() {
     const response = await fetch(new URL("stats", root), { headers: headers() });
     element("key-label").hidden = response.status !== 401 && element("key").value === "";
     if (response.status === 401) say("an API key is needed", true);
-    else draw(await response.json());
+    else {
+      const pages = await fetch(new URL("stats/pages", root), { headers: headers() });
+      map = pages.ok ? await pages.json() : null;
+      draw(await response.json());
+      if (map) drawMap();
+    }
   } catch {
     say("the server does not answer", true);
     before = null;
@@ -193,7 +198,7 @@ function draw(stats) {
   const queries = stats.prefix_queries;
   element("hits").textContent = queries ? `${Math.round((100 * stats.prefix_hits) / queries)} %` : "–";
   drawHistory();
-  drawPages(stats.pages, stats.fragmentation_percent);
+  drawLegend(stats.pages, stats.fragmentation_percent);
 }
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name);
@@ -214,32 +219,56 @@ function drawHistory() {
   });
 }
 
-function drawPages(pages, fragmentation) {
+const STATES = ["free", "cached", "used", "shared"];
+let map = null;
+
+// A cell is a page, or several in a row that show the busiest one's state.
+function drawMap() {
   const canvas = element("pages");
   const pen = canvas.getContext("2d");
-  const total = pages.used + pages.cached + pages.free;
-  const columns = 40;
-  const cells = Math.min(total, columns * 10);
-  const rows = Math.ceil(cells / columns);
-  const size = Math.min(canvas.width / columns, canvas.height / rows);
   pen.clearRect(0, 0, canvas.width, canvas.height);
-  // A cell stands for some pages; a state that has any page has a cell.
-  const share = (count) => (count ? Math.max(1, Math.round((count / total) * cells)) : 0);
-  const used = share(pages.used);
-  const cached = share(pages.cached);
+  const cells = map.cells.length;
+  let columns = 1;
+  while (Math.ceil(cells / columns) * (canvas.width / columns) > canvas.height) columns += 1;
+  map.columns = columns;
+  map.size = Math.min(canvas.width / columns, 16);
+  const gap = map.size > 6 ? 2 : 1;
+  const colours = STATES.map((state) => colour(`--${state}`));
   for (let cell = 0; cell < cells; cell += 1) {
-    pen.fillStyle = colour(cell < used ? "--used" : cell < used + cached ? "--cached" : "--free");
-    pen.fillRect((cell % columns) * size, Math.floor(cell / columns) * size, size - 2, size - 2);
+    const row = Math.floor(cell / columns);
+    pen.fillStyle = colours[map.cells[cell]];
+    pen.fillRect((cell % columns) * map.size, row * map.size, map.size - gap, map.size - gap);
   }
+}
+
+function drawLegend(pages, fragmentation) {
+  const total = pages.used + pages.cached + pages.free;
+  const shared = map && map.pages_per_cell === 1 ? map.cells.split("3").length - 1 : 0;
+  const counts = { used: pages.used - shared, shared, cached: pages.cached, free: pages.free };
   const legend = element("legend");
   legend.replaceChildren();
-  for (const state of ["used", "cached", "free"]) {
+  for (const [state, count] of Object.entries(counts)) {
+    if (state === "shared" && !count) continue;
     const mark = document.createElement("i");
     mark.className = state;
-    legend.append(mark, `${state} ${pages[state]}`);
+    legend.append(mark, `${state} ${count}`);
   }
+  const cell = map && map.pages_per_cell > 1 ? `; a cell is ${map.pages_per_cell} of them` : "";
   const room = fragmentation ? `; ${fragmentation.toFixed(0)} % of the used ones' room is empty` : "";
-  legend.append(` of ${total} pages of ${pages.size} tokens${room}`);
+  legend.append(` of ${total} pages of ${pages.size} tokens${cell}${room}`);
 }
+
+element("pages").addEventListener("mousemove", (event) => {
+  if (!map || !map.size) return;
+  const canvas = element("pages");
+  const scale = canvas.width / canvas.clientWidth;
+  const column = Math.floor((event.offsetX * scale) / map.size);
+  const cell = Math.floor((event.offsetY * scale) / map.size) * map.columns + column;
+  const inside = column < map.columns && cell < map.cells.length;
+  const first = cell * map.pages_per_cell;
+  const last = Math.min(first + map.pages_per_cell, map.pages) - 1;
+  const which = first === last ? `page ${first}` : `pages ${first} to ${last}`;
+  canvas.title = inside ? `${which}: ${STATES[map.cells[cell]]}` : "";
+});
 
 poll();
