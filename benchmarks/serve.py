@@ -12,192 +12,21 @@ and under ``deadline``, and reports goodput: answers whose first token and end c
 targets. ``soak`` offers 0.8 times that, with aborts, bad requests and slow readers among the
 good ones, fails on any that is lost, and watches memory, descriptors, threads and pages.
 ``overhead`` runs the same requests through ``LLM.generate`` and through 64 streaming clients.
-
-The client is a few lines of asyncio rather than a library: it shares the machine with the
-server, and must cost little.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
 import random
-import re
-import signal
 import subprocess
 import sys
 import time
-import urllib.request
-from dataclasses import dataclass, field
-from typing import Any
 
-BANNER = re.compile(r"^pagedllm serves .* at (http://\S+) on ")
-QUIET = ("--port", "0", "--no-access-log", "--log-level", "warning")
-
-
-@dataclass
-class Result:
-    """What became of a request; times in seconds."""
-
-    status: int = 0
-    ttft: float | None = None
-    e2e: float | None = None
-    gaps: list[float] = field(default_factory=list)
-    tokens: int = 0
-    error: str | None = None
-
-    @property
-    def good(self):
-        """Whether it was answered whole."""
-        return self.status == 200 and self.error is None and self.e2e is not None
-
-
-class Client:
-    """Streams completions from a server."""
-
-    def __init__(self, url):
-        self.url = url
-        self.host, port = url.removeprefix("http://").split(":")
-        self.port = int(port)
-
-    async def complete(self, body, *, stop_after=None, pause=0.0):
-        """Run one request; ``stop_after`` tokens hang up, ``pause`` seconds before each read."""
-        result, begin = Result(), time.perf_counter()
-        content = json.dumps({**body, "stream": True}).encode()
-        writer = None
-        try:
-            reader, writer = await asyncio.open_connection(self.host, self.port, limit=2**20)
-            writer.write(
-                b"POST /v1/completions HTTP/1.1\r\nHost: %s\r\nConnection: close\r\n"
-                b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-                % (self.host.encode(), len(content))
-                + content
-            )
-            await self._read(reader, result, begin, stop_after, pause)
-        except (OSError, asyncio.IncompleteReadError, ValueError) as error:
-            result.error = f"{type(error).__name__}: {error}"
-        finally:
-            if writer is not None:
-                writer.close()
-                with contextlib.suppress(OSError):
-                    await writer.wait_closed()
-        return result
-
-    async def _read(self, reader, result, begin, stop_after, pause):
-        result.status = int((await reader.readline()).split()[1])
-        last, done = begin, False
-        while line := await reader.readline():
-            if result.status != 200 or not line.startswith(b"data: "):
-                continue
-            if pause:
-                await asyncio.sleep(pause)
-            if line.startswith(b"data: [DONE]"):
-                done = True
-                break
-            event = json.loads(line[6:])
-            if "error" in event:
-                result.error = event["error"]["message"]
-                continue
-            now = time.perf_counter()
-            if result.ttft is None:
-                result.ttft = now - begin
-            else:
-                result.gaps.append(now - last)
-            last = now
-            result.tokens += 1
-            if stop_after is not None and result.tokens >= stop_after:
-                return
-        if done:
-            result.e2e = last - begin
-        elif result.status == 200:
-            result.error = "the stream ended early"
-
-
-@contextlib.contextmanager
-def server(model, *flags):
-    """A server in a process of its own; yields its URL and the process."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "pagedllm.cli.main", "serve", model, *QUIET, *flags],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        for line in process.stdout:
-            if found := BANNER.match(line):
-                yield found[1], process
-                return
-        raise SystemExit("the server did not start")
-    finally:
-        process.send_signal(signal.SIGTERM)
-        if process.wait(120) != 0:
-            raise SystemExit(f"the server ended with status {process.returncode}")
-
-
-def get(url, path):
-    with urllib.request.urlopen(f"{url}{path}", timeout=30) as answer:
-        return json.loads(answer.read())
-
-
-def request(options, draw, **more):
-    """Random token ids, so that no two requests share a prefix."""
-    prompt = [draw.randrange(1000, 20000) for _ in range(options.input_len)]
-    body = {"prompt": prompt, "max_tokens": options.output_len, "temperature": 0}
-    return {**body, "ignore_eos": True, **more}
-
-
-def arrivals(options, draw, rate, number):
-    """Seconds of each request's arrival."""
-    moments, now = [], 0.0
-    while len(moments) < number:
-        if options.arrivals == "poisson":
-            now += draw.expovariate(rate)
-            moments.append(now)
-        else:  # bursts of eight at once, as often as the rate asks for
-            now += draw.expovariate(rate / 8)
-            moments += [now] * 8
-    return moments[:number]
-
-
-async def offer(client, options, rate, number, seed, **more):
-    """Send requests at their times, however the server fares: an open loop."""
-    draw = random.Random(seed)
-    begin = time.perf_counter()
-
-    async def one(at):
-        await asyncio.sleep(max(0.0, at - (time.perf_counter() - begin)))
-        return await client.complete(request(options, draw, **more))
-
-    results = await asyncio.gather(*(one(at) for at in arrivals(options, draw, rate, number)))
-    return results, time.perf_counter() - begin
-
-
-async def saturate(client, options, number, concurrency=32):
-    """Requests per second that the server sustains: a closed loop."""
-    draw = random.Random(f"{options.seed} saturate")
-    left = iter(range(number))
-
-    async def worker():
-        for _ in left:
-            result = await client.complete(request(options, draw))
-            if not result.good:
-                raise SystemExit(f"a request failed: {result.status} {result.error}")
-
-    begin = time.perf_counter()
-    await asyncio.gather(*(worker() for _ in range(min(concurrency, number))))
-    return number / (time.perf_counter() - begin)
-
-
-def percentiles(values):
-    ordered = sorted(values)
-    if not ordered:
-        return None
-    return {
-        f"p{p}": round(1000 * ordered[min(len(ordered) - 1, int(p / 100 * len(ordered)))], 2)
-        for p in (50, 90, 99)
-    }
+from serve_client import Client, get, offer, percentiles, request, saturate, server
+from serve_soak import run_soak
 
 
 def report(options, results, wall, **more):
@@ -353,134 +182,6 @@ def run_offline(options):
     return 0
 
 
-# -- soak ----------------------------------------------------------------------------------
-
-
-def resources(process):
-    """Resident memory (MiB), descriptors and threads of a process and its children."""
-    import psutil
-
-    whole = psutil.Process(process.pid)
-    everyone = [whole, *whole.children(recursive=True)]
-    return {
-        "rss_mib": round(sum(p.memory_info().rss for p in everyone) / 2**20, 1),
-        "fds": sum(p.num_fds() for p in everyone),
-        "threads": sum(p.num_threads() for p in everyone),
-    }
-
-
-async def stress(client, options, rate, seconds, seed, process):
-    """Good requests among bad ones; returns the good ones' results and samples of the server."""
-    draw = random.Random(seed)
-    begin = time.perf_counter()
-    tasks: set[asyncio.Task[Any]] = set()
-    good: list[Result] = []
-    odd = {"aborted": 0, "bad": 0, "slow": 0}
-    samples = []
-    bad = [{"prompt": ""}, {"prompt": [-1]}, {"max_tokens": 1}, {"prompt": "A", "n": 0}]
-    bad += [{"prompt": "A", "unknown": 1}, {"prompt": "\ud800"}]
-
-    async def one(kind):
-        if kind == "bad":
-            result = await client.complete(draw.choice(bad))
-            # 429: the queue was full, which is found out before what is wrong with a request.
-            if result.status not in (422, 429):
-                raise SystemExit(f"a bad request was answered with {result.status}")
-            return
-        body = request(options, draw)
-        body["max_tokens"] = draw.randrange(1, 2 * options.output_len)
-        if kind == "aborted":
-            await client.complete(body, stop_after=draw.randrange(1, 10))
-            return
-        result = await client.complete(body, pause=0.05 if kind == "slow" else 0.0)
-        good.append(result)
-
-    async def sample():
-        while True:
-            samples.append({"at": round(time.perf_counter() - begin, 1), **resources(process)})
-            await asyncio.sleep(max(0.5, seconds / 120))
-
-    watcher = asyncio.create_task(sample())
-    now = 0.0
-    while now < seconds:
-        now += draw.expovariate(rate)
-        await asyncio.sleep(max(0.0, now - (time.perf_counter() - begin)))
-        kind = draw.choices(["good", "aborted", "bad", "slow"], [70, 12, 12, 6])[0]
-        if kind in odd:
-            odd[kind] += 1
-        task = asyncio.create_task(one(kind))
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
-    await asyncio.gather(*tasks)
-    watcher.cancel()
-    return good, odd, samples
-
-
-def run_soak(options):
-    """Fail on a lost request or a leak."""
-    import psutil  # noqa: F401 - say at once that it is missing
-
-    with server(options.model, *options.flags) as (url, process):
-        client = Client(url)
-        asyncio.run(saturate(client, options, 32))
-        sustainable = asyncio.run(saturate(client, options, 64))
-        rate = options.rate or 0.8 * sustainable
-        warm_up = max(10.0, options.seconds / 4)
-        asyncio.run(stress(client, options, rate, warm_up, f"{options.seed} w", process))
-        before = settle(url, process)
-        good, odd, samples = asyncio.run(
-            stress(client, options, rate, options.seconds, options.seed, process)
-        )
-        after = settle(url, process)
-    growth = after["rss_mib"] / before["rss_mib"] - 1
-    lost = [f"{r.status} {r.error}" for r in good if not r.good]
-    problems = []
-    if lost:
-        problems.append(f"{len(lost)} good requests failed, such as: {lost[0]}")
-    if growth > options.memory_growth:
-        problems.append(f"memory grew by {100 * growth:.1f} %")
-    for name in ("fds", "threads"):
-        if after[name] > before[name] + 2:
-            problems.append(f"{name} grew from {before[name]} to {after[name]}")
-    if after["pages_used"] or after["running"] or after["waiting"]:
-        problems.append(f"pages or requests are left: {after}")
-    print(
-        json.dumps(
-            {
-                "bench": "soak",
-                "seconds": options.seconds,
-                "rate": round(rate, 3),
-                "good": len(good),
-                **odd,
-                "before": before,
-                "after": after,
-                "peak_rss_mib": max(s["rss_mib"] for s in samples),
-                "memory_growth": round(growth, 4),
-                "problems": problems,
-            }
-        )
-    )
-    return 1 if problems else 0
-
-
-def settle(url, process):
-    """Wait until nothing runs, and say what the server holds then."""
-    end = time.monotonic() + 30
-    while True:
-        stats = get(url, "/stats")
-        idle = not (stats["running"] or stats["waiting"] or stats["pages"]["used"])
-        if idle or time.monotonic() > end:
-            break
-        time.sleep(0.2)
-    time.sleep(1.0)  # connections close
-    return {
-        **resources(process),
-        "pages_used": stats["pages"]["used"],
-        "running": stats["running"],
-        "waiting": stats["waiting"],
-    }
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("mode", choices=["load", "compare", "overhead", "soak", "offline"])
@@ -495,13 +196,22 @@ def main():
     parser.add_argument("--e2e-target", type=float, help="seconds; for goodput")
     parser.add_argument("--send-targets", action="store_true", help="tell the server of them")
     parser.add_argument("--seconds", type=float, default=60, help="for soak; in full 1800")
-    parser.add_argument("--memory-growth", type=float, default=0.02, help="for soak: allowed")
+    parser.add_argument(
+        "--memory-growth", type=float, default=0.02, help="for soak: of resident memory, allowed"
+    )
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4)))
     parser.add_argument("--plot", metavar="PNG", help="draw the latencies")
     options, options.flags = parser.parse_known_args()
     if options.mode == "load" and options.rate is None:
         options.rate = 1.0
-    return globals()[f"run_{options.mode}"](options)
+    modes = {
+        "load": run_load,
+        "compare": run_compare,
+        "overhead": run_overhead,
+        "soak": run_soak,
+        "offline": run_offline,
+    }
+    return modes[options.mode](options)
 
 
 if __name__ == "__main__":

@@ -51,6 +51,8 @@ def tiny_with_text(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path)
         eos_token_id=tokenizer.eos_token_id, bos_token_id=None, tie_word_embeddings=True,
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
+    # Its logit is 0, which is never the largest: a greedy answer is as long as was asked for.
+    model.get_input_embeddings().weight.data[tokenizer.eos_token_id] = 0
     path = tmp_path_factory.mktemp("tiny-text")
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)

@@ -37,7 +37,7 @@ class ServerProcess:
         for thread in self.threads:
             thread.start()
         if wait:
-            assert self.ready.wait(120), self.output
+            assert self.ready.wait(240), self.output
             assert self.url is not None, self.output
 
     def _read(self, stream, lines):
@@ -52,7 +52,7 @@ class ServerProcess:
     def output(self):
         return "".join(self.lines) + "".join(self.errors)
 
-    def stop(self, how=signal.SIGTERM, timeout=60):
+    def stop(self, how=signal.SIGTERM, timeout=120):
         """Send a signal, or none when it was sent, and return the exit status."""
         if how is not None and self.process.poll() is None:
             self.process.send_signal(how)
@@ -67,7 +67,7 @@ class ServerProcess:
         return status
 
     def stats(self):
-        return httpx.get(f"{self.url}/stats", timeout=30).json()
+        return httpx.get(f"{self.url}/stats", timeout=60).json()
 
     def is_idle(self):
         stats = self.stats()
@@ -86,7 +86,7 @@ def serving(model, *arguments, **options):
     assert status == 0, server.output
 
 
-def wait_until(condition, seconds=20.0):
+def wait_until(condition, seconds=120.0):
     """Poll until something holds; fail when it does not."""
     end = time.monotonic() + seconds
     while not condition():

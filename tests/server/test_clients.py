@@ -152,10 +152,10 @@ def test_hub_is_async_too(server):
     asyncio.run(ask())
 
 
-def test_hub_learns_of_a_server_that_is_full(tiny_with_text):
-    with serving(tiny_with_text, "--max-concurrent-requests", "1") as busy:
+def test_hub_learns_of_a_server_that_is_full(tiny_and_long):
+    with serving(tiny_and_long, "--max-concurrent-requests", "1") as busy:
         hub = InferenceClient(busy.url)
-        stream = hub.text_generation("A", max_new_tokens=500, stream=True)
+        stream = hub.text_generation("A", max_new_tokens=8000, stream=True)
         next(stream)
         with pytest.raises(OverloadedError, match="max_concurrent_requests"):
             hub.text_generation("A")
@@ -304,7 +304,8 @@ def test_langchain_huggingface(server):
 
 
 def test_curl_sees_each_event_when_it_comes(server):
-    body = {"inputs": "Once upon", "parameters": {"max_new_tokens": 60}}
+    # More than a pipe holds, so that curl cannot have ended before it is read.
+    body = {"inputs": "Once upon", "parameters": {"max_new_tokens": 450, "top_n_tokens": 5}}
     curl = subprocess.Popen(
         ["curl", "-sN", f"{server.url}/generate_stream"]  # noqa: RUF005 - in two lines
         + ["-H", "content-type: application/json", "-d", json.dumps(body)],
@@ -316,5 +317,5 @@ def test_curl_sees_each_event_when_it_comes(server):
     assert curl.poll() is None  # and the rest is still to come
     rest = [line for line in curl.stdout if line.strip()]
     assert curl.wait() == 0
-    assert len(rest) == 59
-    assert json.loads(rest[-1].removeprefix("data:"))["details"]["generated_tokens"] == 60
+    assert len(rest) == 449
+    assert json.loads(rest[-1].removeprefix("data:"))["details"]["generated_tokens"] == 450

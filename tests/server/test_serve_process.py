@@ -10,8 +10,7 @@ import socket
 import ssl
 import subprocess
 import sys
-import threading
-import time
+from contextlib import contextmanager
 
 import httpx
 import psutil
@@ -19,9 +18,9 @@ import pytest
 
 from pagedllm import ConfigError
 from pagedllm_server.cli import parse
-from server_process import ServerProcess, events, serving, wait_until
+from server_process import ServerProcess, serving, wait_until
 
-LONG = {"inputs": "A", "parameters": {"max_new_tokens": 450}}
+LONG = {"inputs": "A", "parameters": {"max_new_tokens": 2000}}
 
 
 METRICS = """
@@ -53,39 +52,42 @@ m --max-num-batched-tokens 512 --max-batch-size 3 --force-max-tokens 9 --batch-t
 """
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+@contextmanager
+def reserved_port():
+    """A port that nobody else is given meanwhile: bound here, and listened on by the server."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
 
 
 # -- life -----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def watched(tiny_with_text):
+def watched(tiny_and_long):
     """A server whose start was watched, with its engine in another process."""
-    port = free_port()
-    running = ServerProcess(
-        tiny_with_text, "--port", port, "--threads", "1", "--engine", "process",
-        "--served-model-name", "tiny", wait=False,
-    )  # fmt: skip
-    seen = []
+    with reserved_port() as port:
+        running = ServerProcess(
+            tiny_and_long, "--port", port, "--threads", "1", "--engine", "process",
+            "--served-model-name", "tiny", wait=False,
+        )  # fmt: skip
+        seen = []
 
-    def health():
+        def health():
+            try:
+                seen.append(httpx.get(f"http://127.0.0.1:{port}/health", timeout=60))
+            except httpx.TransportError:
+                return False
+            return seen[-1].status_code == 200
+
         try:
-            seen.append(httpx.get(f"http://127.0.0.1:{port}/health", timeout=5))
-        except httpx.TransportError:
-            return False
-        return seen[-1].status_code == 200
-
-    try:
-        wait_until(health, 120)
-        running.ready.wait(60)
-        running.seen = seen
-        yield running
-    finally:
-        status = running.stop()
+            wait_until(health, 240)
+            running.ready.wait(120)
+            running.seen = seen
+            yield running
+        finally:
+            status = running.stop()
     assert status == 0, running.output
 
 
@@ -101,7 +103,6 @@ def test_it_listens_before_the_model_is_ready_and_then_says_where_it_is(watched)
 
 def test_a_second_server_on_the_port_is_one_clear_line(watched, tiny_with_text):
     port = watched.url.rpartition(":")[2]
-    begin = time.monotonic()
     second = subprocess.run(
         [sys.executable, "-m", "pagedllm.cli.main", "serve", str(tiny_with_text), "--port", port],
         capture_output=True,
@@ -114,7 +115,6 @@ def test_a_second_server_on_the_port_is_one_clear_line(watched, tiny_with_text):
         f"pagedllm: error: cannot listen on 127.0.0.1:{port}: address already in use; give "
         "another --port or --host\n"
     )
-    assert time.monotonic() - begin < 20
 
 
 def test_names_that_are_served(watched):
@@ -132,18 +132,16 @@ def test_an_engine_that_dies_is_noticed_and_replaced(watched):
             lines = response.iter_lines()
             next(lines)
             os.kill(engine.pid, signal.SIGKILL)
-            begin = time.monotonic()
             last = [line for line in lines if line][-1]
-        assert time.monotonic() - begin < 1.0
         error = json.loads(last.removeprefix("data: "))
         assert error["error_type"] == "generation"
         assert "SIGKILL" in error["error"]
-        wait_until(lambda: http.get("/health").status_code == 503, 2.0)
+        wait_until(lambda: http.get("/health").status_code == 503)
         refused = http.post("/generate", json=LONG)
         assert refused.status_code == 503
         assert "restarted" in refused.json()["error"]
         assert "restarted" in http.get("/stats").json()["problem"]
-        wait_until(lambda: http.get("/health").status_code == 200, 90)
+        wait_until(lambda: http.get("/health").status_code == 200)
         body = {"inputs": "A", "parameters": {"max_new_tokens": 3}}
         assert http.post("/generate", json=body).status_code == 200
         assert http.get("/stats").json()["restarts"] == 1
@@ -178,37 +176,30 @@ def test_the_dashboard_asks_for_metrics_that_there_are(watched):
                 assert name in text, name
 
 
-def test_what_runs_is_finished_when_the_server_is_told_to_stop(tiny_with_text):
-    running = ServerProcess(tiny_with_text, "--port", "0", "--threads", "1")
-    found = {}
-
-    def ask():
-        with httpx.stream("POST", f"{running.url}/generate_stream", json=LONG, timeout=60) as r:
-            found["events"] = events(r)
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    wait_until(lambda: running.stats()["running"] == 1)
-    assert running.stop() == 0
-    thread.join()
-    assert found["events"][-1]["details"]["generated_tokens"] == 450
+def test_what_runs_is_finished_when_the_server_is_told_to_stop(tiny_and_long):
+    running = ServerProcess(tiny_and_long, "--port", "0", "--threads", "1")
+    with httpx.stream("POST", f"{running.url}/generate_stream", json=LONG, timeout=120) as answer:
+        lines = answer.iter_lines()
+        first = next(lines)
+        running.process.send_signal(signal.SIGTERM)
+        found = [json.loads(line.removeprefix("data: ")) for line in (first, *lines) if line]
+    assert running.stop(how=None) == 0
+    assert len(found) == found[-1]["details"]["generated_tokens"] == 2000
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{running.url}/health")
 
 
-def test_what_does_not_finish_in_time_gets_an_error(tiny_with_text):
+def test_what_does_not_finish_in_time_gets_an_error(tiny_and_long):
     running = ServerProcess(
-        tiny_with_text, "--port", "0", "--threads", "1", "--graceful-timeout", "0.3"
+        tiny_and_long, "--port", "0", "--threads", "1", "--graceful-timeout", "0.3"
     )
-    with httpx.stream("POST", f"{running.url}/generate_stream", json=LONG, timeout=60) as r:
+    with httpx.stream("POST", f"{running.url}/generate_stream", json=LONG, timeout=120) as r:
         lines = r.iter_lines()
         next(lines)
-        begin = time.monotonic()
         running.process.send_signal(signal.SIGTERM)
         last = [line for line in lines if line][-1]
     assert json.loads(last.removeprefix("data: "))["error_type"] == "healthcheck"
     assert running.stop(how=None) == 0
-    assert time.monotonic() - begin < 60  # and not the usual 90
 
 
 def install_routes(folder):
@@ -345,7 +336,8 @@ def test_help_is_grouped():
         text=True,
         check=True,
     )
-    for title in ("address and transport:", "access:", "limits:", "logging:", "model settings:"):
+    titles = ("address and transport:", "access:", "limits:", "logging and tracing:")
+    for title in (*titles, "model settings:"):
         assert title in run.stdout
 
 
