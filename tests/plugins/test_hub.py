@@ -76,6 +76,8 @@ class Hub(BaseHTTPRequestHandler):
         api = path.startswith("/api/models/")
         parts = path.removeprefix("/api/models/").strip("/").split("/")
         repository, rest = "/".join(parts[:2]), parts[2:]
+        if self.server.refuses:
+            return self.refuse(503, "")
         if repository in ERRORS:
             return self.refuse(*ERRORS[repository])
         if repository not in REPOSITORIES:
@@ -121,12 +123,21 @@ class Hub(BaseHTTPRequestHandler):
         start = int((self.headers.get("Range") or "bytes=0-").split("=")[1].split("-")[0])
         part = body[start:]
         headers = {"ETag": f'"{tag}"', "Accept-Ranges": "bytes"}
+        if self.command == "GET" and self.server.busy > 0:
+            self.server.busy -= 1
+            return self.refuse(429, "")
+        if self.command == "GET" and len(part) > 1000:
+            self.server.starts.append(start)
         if start:
             headers["Content-Range"] = f"bytes {start}-{len(body) - 1}/{len(body)}"
         if self.command == "GET" and len(part) > 1000 and self.server.cuts > 0:
             self.server.cuts -= 1
             self.answer(part, headers, 206 if start else 200, sent=len(part) // 2)
             self.close_connection = True
+            return
+        if self.command == "GET" and len(part) > 1000 and self.server.stalls:
+            self.answer(part, headers, sent=len(part) // 2)
+            self.rfile.read(1)  # until the other side hangs up
             return
         self.answer(part, headers, 206 if start else 200)
 
@@ -156,6 +167,7 @@ def hub(tmp_path):
     """Call ``resolve`` on names in a fresh process, since the Hub's address is read once."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     server.asked, server.delay, server.damaged, server.cuts = [], 0.0, set(), 0
+    server.refuses, server.stalls, server.busy, server.starts = False, False, 0, []
     thread = threading.Thread(target=server.serve_forever, args=(0.02,))
     thread.start()
 
@@ -165,6 +177,13 @@ def hub(tmp_path):
         cache = tmp_path / "cache"
 
         def resolve(self, *calls, offline=False, **settings):
+            run = self.begin(*calls, offline=offline, **settings)
+            out, self.stderr = run.communicate(timeout=120)
+            assert run.returncode == 0, self.stderr
+            return [json.loads(line) for line in out.splitlines()]
+
+        def begin(self, *calls, offline=False, **settings):
+            """Start what ``resolve`` waits for."""
             code = """
                 import json, sys
                 import pagedllm
@@ -184,21 +203,14 @@ def hub(tmp_path):
                 "HF_HUB_OFFLINE": str(int(offline)),
                 "HF_HUB_DISABLE_XET": "1",
             }
-            run = subprocess.run(
-                [
-                    sys.executable,
-                    "-c",
-                    textwrap.dedent(code),
-                    json.dumps([calls, {"download_dir": str(self.cache), **settings}]),
-                ],
+            arguments = json.dumps([calls, {"download_dir": str(self.cache), **settings}])
+            return subprocess.Popen(
+                [sys.executable, "-c", textwrap.dedent(code), arguments],
                 env=environment,
-                capture_output=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
                 text=True,
-                check=True,
-                timeout=120,
             )
-            self.stderr = run.stderr
-            return [json.loads(line) for line in run.stdout.splitlines()]
 
     yield Client()
     server.shutdown()
@@ -237,6 +249,18 @@ def test_code_comes_only_when_it_is_trusted_and_its_commit_is_named(hub):
     assert "config.json" in names_in(path)
 
 
+def test_code_in_the_cache_is_not_trusted_without_its_commit_either(hub):
+    hub.resolve(["org/whole", SHA], trust_remote_code=True)
+    hub.resolve("org/whole")  # so that the cache knows what main stands for
+    for offline in (True, False):
+        if not offline:
+            hub.state.refuses = True
+        [message] = hub.resolve("org/whole", offline=offline, trust_remote_code=True)
+        assert f"revision='{SHA}'" in message
+        [[path, *_]] = hub.resolve(["org/whole", SHA], offline=offline, trust_remote_code=True)
+        assert "modeling_custom.py" in names_in(path)
+
+
 @pytest.mark.parametrize(
     ("name", "size", "expected"),
     [
@@ -269,6 +293,38 @@ def test_interrupted_download_goes_on_where_it_stopped(hub, monkeypatch):
     [[path, *_]] = hub.resolve("org/whole")
     assert hub.state.cuts == 0
     assert (Path(path) / "model.safetensors").read_bytes() == body
+
+
+def test_download_of_a_process_that_ended_goes_on_in_the_next(hub, monkeypatch):
+    body = bytes(range(256)) * 150_000  # 38 MB; it is written in pieces of 10 MB
+    monkeypatch.setitem(FILES, "model.safetensors", body)
+    hub.state.stalls = True
+    with hub.begin("org/whole") as process:
+        deadline = time.monotonic() + 100
+        while sum(part.stat().st_size for part in hub.cache.rglob("*.incomplete")) < 1e6:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.kill()
+    hub.state.stalls = False
+    [[path, *_]] = hub.resolve("org/whole")
+    assert (Path(path) / "model.safetensors").read_bytes() == body
+    assert hub.state.starts[0] == 0
+    assert hub.state.starts[-1] > 1e6
+
+
+def test_hub_that_is_busy_during_a_download_is_asked_again(hub, monkeypatch):
+    hub.state.busy = 2
+    [[path, *_]] = hub.resolve("org/whole")
+    assert hub.state.busy == 0
+    assert (Path(path) / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+
+
+def test_slow_hub_and_nothing_in_the_cache(hub, monkeypatch):
+    monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "1")
+    hub.state.delay = 3
+    [message] = hub.resolve("org/whole")
+    assert "'org/whole' is not in the cache and the Hub cannot be reached" in message
 
 
 def test_slow_hub_is_given_up_for_the_copy_in_the_cache(hub, monkeypatch):

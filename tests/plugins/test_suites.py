@@ -4,11 +4,31 @@ from __future__ import annotations
 
 import pytest
 
-from pagedllm.testing import ExecutorSuite, LogitsProcessorSuite, ModelProviderSuite
+from pagedllm.testing import (
+    ExecutorSuite,
+    LogitsProcessorSuite,
+    ModelProviderSuite,
+    ResponseCacheSuite,
+)
 from plugin_site import installed
 
-PROCESSORS = """
+PLUGIN = """
     from pagedllm import hookimpl
+
+    class InMemory:
+        def __init__(self, config, *, timeout=60.0):
+            self.timeout = timeout
+            self.answers = {}
+        def get(self, keys):
+            return [self.answers.get(key) for key in keys]
+        def put(self, key, answer):
+            self.answers[key] = answer
+        def close(self):
+            self.answers.clear()
+
+    @hookimpl
+    def pagedllm_response_caches():
+        return {"in-memory": "suited:InMemory"}
 
     @hookimpl
     def pagedllm_logits_processors():
@@ -42,7 +62,7 @@ class TestInlineExecutorAhead(ExecutorSuite):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    with installed(tmp_path_factory.mktemp("site"), suited=PROCESSORS) as folder:
+    with installed(tmp_path_factory.mktemp("site"), suited=PLUGIN) as folder:
         yield folder
 
 
@@ -56,3 +76,9 @@ class TestForbid(LogitsProcessorSuite):
 class TestTheirs(LogitsProcessorSuite):
     processor = "theirs"
     options = {"penalty": 1.5}  # noqa: RUF012
+
+
+@pytest.mark.usefixtures("site")
+class TestInMemory(ResponseCacheSuite):
+    cache = "in-memory"
+    shared = False

@@ -9,7 +9,13 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from pagedllm.testing import ExecutorSuite, LogitsProcessorSuite, ModelProviderSuite, tiny_model
+from pagedllm.testing import (
+    ExecutorSuite,
+    LogitsProcessorSuite,
+    ModelProviderSuite,
+    ResponseCacheSuite,
+    tiny_model,
+)
 from plugin_site import installed
 
 PROVIDER = """
@@ -187,12 +193,95 @@ PROCESSOR_FAULTS = {
     "differs": ("test_it_works_in_engines_of_both_kinds", "in a process"),
 }
 
+CACHES = """
+    import os, sqlite3, tempfile
+    from pathlib import Path
+    from pagedllm import hookimpl
+
+    class Files:
+        timeout = 60.0
+        def __init__(self, config, *, folder):
+            self.folder = Path(folder)
+        def path(self, key):
+            return self.folder / key.encode().hex()
+        def get(self, keys):
+            return [self.path(k).read_bytes() if self.path(k).exists() else None for k in keys]
+        def put(self, key, answer):
+            self.path(key).write_bytes(answer)
+        def close(self):
+            pass
+
+    class swallows(Files):
+        def __init__(self, config, *, folder, **others):
+            super().__init__(config, folder=folder)
+
+    class is_endless(Files):
+        timeout = None
+
+    class skips(Files):
+        def get(self, keys):
+            return [found for found in super().get(keys) if found is not None]
+
+    class writes_text(Files):
+        def put(self, key, answer):
+            self.path(key).write_bytes(answer.decode("utf-8", "replace").encode())
+
+    class mixes_case(Files):
+        def path(self, key):
+            return super().path(key.lower())
+
+    class keeps_the_first(Files):
+        def put(self, key, answer):
+            if not self.path(key).exists():
+                super().put(key, answer)
+
+    class stays_in_its_thread(Files):
+        def __init__(self, config, *, folder):
+            super().__init__(config, folder=folder)
+            self.database = sqlite3.connect(":memory:")
+        def get(self, keys):
+            self.database.execute("select 1")
+            return super().get(keys)
+
+    class is_alone(Files):
+        def __init__(self, config, *, folder):
+            super().__init__(config, folder=tempfile.mkdtemp(dir=folder))
+
+    class forgets(Files):
+        def put(self, key, answer):
+            pass
+
+    @hookimpl
+    def pagedllm_response_caches():
+        return {each.__name__: f"caches:{each.__name__}" for each in Files.__subclasses__()}
+"""
+CACHE_FAULTS = {
+    "swallows": ("test_options_that_it_does_not_know_are_refused", "was accepted"),
+    "is_endless": ("test_it_has_a_timeout", "timeout is None"),
+    "skips": ("test_what_is_not_there_is_none", "an empty store gave []"),
+    "writes_text": ("test_answers_come_back_as_they_were", "256 bytes were put"),
+    "mixes_case": ("test_keys_are_told_apart", "asked for"),
+    "keeps_the_first": ("test_the_last_answer_of_a_key_counts", "b'old'"),
+    "stays_in_its_thread": ("test_it_is_called_in_another_thread", "ProgrammingError"),
+    "is_alone": ("test_engines_share_it", "another store"),
+    "forgets": ("test_an_engine_answers_from_it", "was computed"),
+}
+FIXTURES = """
+import pytest
+@pytest.fixture
+def options(self, tmp_path):
+    return {"folder": str(tmp_path)}
+"""
+
 
 def run(folder, suite, attribute, faults):
     """Run, of each broken plugin, the check that must notice; return what each one said."""
     lines = [f"from pagedllm.testing import {suite}"]
     lines += [f"class Test_{name}({suite}):\n    {attribute} = {name!r}" for name in faults]
-    lines += ["Test_takes_the_latest.settings = {'steps_in_flight': 2}"] * ("throws" in faults)
+    if suite == "ExecutorSuite":
+        lines.append("Test_takes_the_latest.settings = {'steps_in_flight': 2}")
+    if suite == "ResponseCacheSuite":  # where the store keeps its files
+        lines += [FIXTURES, *(f"Test_{name}.options = options" for name in faults)]
     (folder / "test_broken.py").write_text("\n".join(lines))
     nodes = [f"test_broken.py::Test_{name}::{check}" for name, (check, _) in faults.items()]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *nodes]
@@ -242,8 +331,9 @@ def test_faults_of_model_providers(tmp_path):
     [
         (ExecutorSuite, "executor", {"executors": EXECUTORS}, EXECUTOR_FAULTS),
         (LogitsProcessorSuite, "processor", {"processors": PROCESSORS}, PROCESSOR_FAULTS),
+        (ResponseCacheSuite, "cache", {"caches": CACHES}, CACHE_FAULTS),
     ],
-    ids=["executors", "processors"],
+    ids=["executors", "processors", "response_caches"],
 )
 def test_faults_of(suite, attribute, plugin, faults, tmp_path):
     assert {test for test, _ in faults.values()} == checks_of(suite)

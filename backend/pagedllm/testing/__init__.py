@@ -21,11 +21,13 @@ if TYPE_CHECKING:
     from pagedllm.testing.models import tiny_model
     from pagedllm.testing.processors import LogitsProcessorSuite
     from pagedllm.testing.providers import ModelProviderSuite
+    from pagedllm.testing.response_caches import ResponseCacheSuite
 
 __all__ = [
     "ExecutorSuite",
     "LogitsProcessorSuite",
     "ModelProviderSuite",
+    "ResponseCacheSuite",
     "tiny_model",
 ]
 
@@ -33,6 +35,7 @@ _HOME = {
     "ExecutorSuite": "executors",
     "LogitsProcessorSuite": "processors",
     "ModelProviderSuite": "providers",
+    "ResponseCacheSuite": "response_caches",
     "tiny_model": "models",
 }
 
