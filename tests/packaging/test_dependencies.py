@@ -19,6 +19,7 @@ NOT_IMPORTED = {
     "gguf": "transformers imports it",
     "httptools": "uvicorn imports it",
     "jinja2": "transformers imports it",
+    "opentelemetry-exporter-otlp-proto-http": "a part of the same package as opentelemetry-sdk",
     "triton": "the GPU kernels', whichever release has them",
     "uvloop": "uvicorn imports it",
 }
@@ -59,6 +60,7 @@ def imported(folders):
     ours |= {p.parent.name for folder in folders for p in (ROOT / folder).rglob("__init__.py")}
     owners = metadata.packages_distributions()
     owners.setdefault("pynvml", ["nvidia-ml-py"])
+    owners["opentelemetry"] = ["opentelemetry-sdk"]  # of many that share the name
     modules = imports.found - sys.stdlib_module_names - ours
     return {canonicalize_name(owners.get(module, [module])[0]) for module in modules}
 

@@ -160,9 +160,12 @@ async function poll() {
     element("key-label").hidden = response.status !== 401 && element("key").value === "";
     if (response.status === 401) say("an API key is needed", true);
     else {
-      const pages = await fetch(new URL("stats/pages", root), { headers: headers() });
-      map = pages.ok ? await pages.json() : null;
-      draw(await response.json());
+      const stats = await response.json();
+      if (stats.pages) {  // else there is no engine now
+        const pages = await fetch(new URL("stats/pages", root), { headers: headers() });
+        map = pages.ok ? await pages.json() : null;
+      }
+      draw(stats);
       if (map) drawMap();
     }
   } catch {
@@ -251,11 +254,13 @@ function drawLegend(pages, fragmentation) {
     if (state === "shared" && !count) continue;
     const mark = document.createElement("i");
     mark.className = state;
-    legend.append(mark, `${state} ${count}`);
+    const entry = document.createElement("span");
+    entry.append(mark, `${state} ${count}`);
+    legend.append(entry, " ");
   }
   const cell = map && map.pages_per_cell > 1 ? `; a cell is ${map.pages_per_cell} of them` : "";
   const room = fragmentation ? `; ${fragmentation.toFixed(0)} % of the used ones' room is empty` : "";
-  legend.append(` of ${total} pages of ${pages.size} tokens${cell}${room}`);
+  legend.append(`of ${total} pages of ${pages.size} tokens${cell}${room}`);
 }
 
 element("pages").addEventListener("mousemove", (event) => {
