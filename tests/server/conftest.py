@@ -32,5 +32,5 @@ def server(tiny_with_text):
 
 @pytest.fixture(scope="module")
 def http(server):
-    with httpx.Client(base_url=server.url, timeout=60) as client:
+    with httpx.Client(base_url=server.url, timeout=120) as client:
         yield client

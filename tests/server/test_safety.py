@@ -31,7 +31,7 @@ def server(tiny_and_long):
 @pytest.fixture(scope="module")
 def http(server):
     headers = {"Authorization": f"Bearer {KEY}"}
-    with httpx.Client(base_url=server.url, timeout=60, headers=headers) as client:
+    with httpx.Client(base_url=server.url, timeout=120, headers=headers) as client:
         server.stats = lambda: client.get("/stats").json()
         yield client
 
@@ -321,7 +321,7 @@ def test_a_slow_reader_holds_nobody_up(http, server):
     assert answer.status_code == 200
     wait_until(server.is_idle)
     received = b""
-    connection.settimeout(60)
+    connection.settimeout(120)
     while b'"input_length"' not in received:  # nothing of it was lost
         received += connection.recv(65536)
     assert received.count(b"data: ") == 1500

@@ -76,7 +76,7 @@ def watched(tiny_and_long):
 
         def health():
             try:
-                seen.append(httpx.get(f"http://127.0.0.1:{port}/health", timeout=60))
+                seen.append(httpx.get(f"http://127.0.0.1:{port}/health", timeout=120))
             except httpx.TransportError:
                 return False
             return seen[-1].status_code == 200
@@ -108,7 +108,7 @@ def test_a_second_server_on_the_port_is_one_clear_line(watched, tiny_with_text):
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=120,
     )
     assert second.returncode == 2
     assert second.stderr == (
@@ -118,7 +118,7 @@ def test_a_second_server_on_the_port_is_one_clear_line(watched, tiny_with_text):
 
 
 def test_names_that_are_served(watched):
-    with httpx.Client(base_url=watched.url, timeout=60) as http:
+    with httpx.Client(base_url=watched.url, timeout=120) as http:
         assert [m["id"] for m in http.get("/v1/models").json()["data"]] == ["tiny"]
         for name, status in (("tiny", 200), ("dummy", 200), ("tgi", 200), ("gpt-9", 404)):
             body = {"model": name, "prompt": "A", "max_tokens": 1}
@@ -127,7 +127,7 @@ def test_names_that_are_served(watched):
 
 def test_an_engine_that_dies_is_noticed_and_replaced(watched):
     [engine] = psutil.Process(watched.process.pid).children()
-    with httpx.Client(base_url=watched.url, timeout=60) as http:
+    with httpx.Client(base_url=watched.url, timeout=120) as http:
         with http.stream("POST", "/generate_stream", json=LONG) as response:
             lines = response.iter_lines()
             next(lines)
@@ -149,7 +149,7 @@ def test_an_engine_that_dies_is_noticed_and_replaced(watched):
 
 
 def test_metrics_have_the_names_of_every_dashboard(watched):
-    with httpx.Client(base_url=watched.url, timeout=60) as http:
+    with httpx.Client(base_url=watched.url, timeout=120) as http:
         http.post("/generate", json={"inputs": "A b c", "parameters": {"max_new_tokens": 5}})
         text = http.get("/metrics").text
     samples = dict(
@@ -235,7 +235,7 @@ def test_https_origins_a_proxy_path_and_routes_of_plugins(tiny_with_text, tmp_pa
     with serving(tiny_with_text, *flags, env=install_routes(tmp_path)) as running:
         assert running.url.startswith("https://")
         context = ssl.create_default_context(cafile=certificate)
-        with httpx.Client(base_url=running.url, verify=context, timeout=60) as http:
+        with httpx.Client(base_url=running.url, verify=context, timeout=120) as http:
             answer = http.get("/info", headers=origin)
             assert answer.headers["access-control-allow-origin"] == origin["Origin"]
             assert http.get("/house").json() == {"device": "cpu"}

@@ -98,7 +98,7 @@ def test_a_conversation_with_calls_and_results_goes_on(client):
 @pytest.mark.parametrize("stream", [False, True])
 def test_response_formats_of_both_families(server, form, stream):
     body = {"messages": MESSAGES, "response_format": form, "max_tokens": 100, "stream": stream}
-    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120)
     assert answer.status_code == 200, answer.text
     if stream:
         chunks = [json.loads(x[6:]) for x in answer.text.split("\n\n") if x.startswith("data: {")]
@@ -111,7 +111,7 @@ def test_response_formats_of_both_families(server, form, stream):
 def test_native_grammars(server):
     def ask(grammar):
         body = {"inputs": "A", "parameters": {"grammar": grammar, "max_new_tokens": 100}}
-        answer = httpx.post(f"{server.url}/generate", json=body, timeout=60)
+        answer = httpx.post(f"{server.url}/generate", json=body, timeout=120)
         assert answer.status_code == 200, answer.text
         return answer.json()["generated_text"]
 
@@ -178,7 +178,7 @@ def test_langchain_binds_tools_and_structures(server):
 )
 def test_what_cannot_be_is_refused_by_name(server, more, param):
     body = {"messages": MESSAGES, "max_tokens": 5, **more}
-    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120)
     assert answer.status_code == 422, answer.text
     assert answer.json()["error"]["param"] == param
 
