@@ -252,6 +252,12 @@ def test_what_may_differ_another_time_is_neither_looked_up_nor_stored(thread_llm
     assert thread_llm.stats().response_cache.lookups == lookups
 
 
+def test_embeddings_are_always_computed(thread_llm, shelf):
+    first, second = (thread_llm.embed(TEXT, pooling="mean")[0] for _ in range(2))
+    assert list(first.embedding) == list(second.embedding)
+    assert shelf.calls == []
+
+
 @pytest.mark.parametrize("setting", [{"dtype": "bfloat16"}, {"model_impl": "generic"}])
 def test_another_arithmetic_is_another_key(tiny_with_text, thread_llm, shelf, setting):
     once(thread_llm)
