@@ -104,7 +104,10 @@ class PagedModel(Serializable):
     truncate_prompt_tokens: int | None = None
     structured_output: dict[str, Any] | None = None
     """Such as ``{"json_schema": {...}}``: see :class:`pagedllm.structured.StructuredOutput`."""
-    logits_processors: list[Callable[..., Any]] = Field(default_factory=list, exclude=True)
+    logits_processors: list[Callable[..., Any] | str | dict[str, Any]] = Field(
+        default_factory=list, exclude=True
+    )
+    """Callables, or names that plugins register: see ``SamplingParams``."""
 
     streaming: bool = False
     """Whether ``invoke`` streams to callbacks, too."""

@@ -51,6 +51,7 @@ _DIRECT = (
     "truncate_prompt_tokens",
     "bad_words",
     "allowed_token_ids",
+    "logits_processors",
 )
 
 

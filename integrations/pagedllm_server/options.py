@@ -98,6 +98,9 @@ class ServerOptions(BaseModel):
         "graceful_termination_timeout",
         ge=0,
     )
+    logits_processors: tuple[str, ...] = _flag(
+        (), "logits processors of plugins that requests may name; none: no request may", "limits"
+    )
     disable_grammar_support: bool = _flag(False, "refuse grammars and JSON schemas", "limits")
 
     log_level: Literal["debug", "info", "warning", "error", "critical"] = _flag(

@@ -102,6 +102,12 @@ class Generating(Sampling):
     structured_outputs: dict[str, Any] | None = Field(
         None, description="one of json_schema, json_object, regex, choice, grammar"
     )
+    logits_processors: list[str | dict[str, Any]] | None = Field(
+        None,
+        max_length=16,
+        description="names of plugins' processors, each alone or as {name, options}; those that "
+        "the server was started with",
+    )
 
     def stops(self) -> list[str]:
         """The stop strings as a list."""

@@ -1,0 +1,77 @@
+"""Logits processors that a request names: those that the server lets it, and no others."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from plugin_site import installed
+from server_process import serving
+
+PLUGIN = """
+    from pagedllm import hookimpl
+
+    @hookimpl
+    def pagedllm_logits_processors():
+        return {"only": "house:only", "secret": "house:only"}
+
+    def only(token_ids):
+        def process(generated, logits):
+            kept = logits[list(token_ids)].clone()
+            logits[:] = float("-inf")
+            logits[list(token_ids)] = kept
+            return logits
+        return process
+"""
+ONLY = {"name": "only", "token_ids": [40]}
+
+
+@pytest.fixture(scope="module", params=["thread", "process"])
+def base(request, tiny_with_text, tmp_path_factory):
+    flags = ["--engine", request.param, "--logits-processors", "only"]
+    with (
+        installed(tmp_path_factory.mktemp("site"), house=PLUGIN),
+        serving(tiny_with_text, *flags) as server,
+        httpx.Client(base_url=server.url, timeout=120) as client,
+    ):
+        yield client
+
+
+def post(client, path, **body):
+    return client.post(path, json={"max_tokens": 4, "temperature": 0, **body})
+
+
+def test_a_named_processor_acts_on_both_routes(base):
+    plain = post(base, "/v1/completions", prompt="x", allowed_token_ids=[40]).json()
+    named = post(base, "/v1/completions", prompt="x", logits_processors=[ONLY]).json()
+    assert named["choices"][0]["text"] == plain["choices"][0]["text"]
+    messages = [{"role": "user", "content": "x"}]
+    chat = post(base, "/v1/chat/completions", messages=messages, logits_processors=[ONLY]).json()
+    assert chat["choices"][0]["message"]["content"] == plain["choices"][0]["text"]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["secret"], ["name only, not 'secret'", "--logits-processors"]),
+        (["only"], ["'only' of the plugin house", "token_ids"]),
+        ([{"name": "only", "ids": [1]}], ["'ids'"]),
+        ([{"token_ids": [1]}], ["logits_processors"]),
+        ("only", ["logits_processors"]),
+    ],
+)
+def test_what_is_wrong_is_422_with_the_field(base, given, words):
+    answer = post(base, "/v1/completions", prompt="x", logits_processors=given)
+    assert answer.status_code == 422
+    error = answer.json()["error"]
+    assert error["param"].startswith("logits_processors")
+    for word in words:
+        assert word in error["message"]
+
+
+def test_without_the_flag_none_may_be_named(tiny_with_text, tmp_path):
+    with installed(tmp_path, house=PLUGIN), serving(tiny_with_text) as server:
+        body = {"prompt": "x", "logits_processors": [ONLY]}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120)
+    assert answer.status_code == 422
+    assert "lets requests name none, not 'only'" in answer.json()["error"]["message"]
