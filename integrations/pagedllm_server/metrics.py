@@ -243,6 +243,18 @@ class _EngineCollector:
             ("steps", "Steps of the engine", stats.steps),
         ):
             yield CounterMetricFamily(f"pagedllm_{name}", text, value)
+        if (known := stats.response_cache) is not None:
+            for name, text in (
+                ("lookups", "Requests that the response cache might know"),
+                ("hits", "Requests that it answered"),
+                ("stored", "Answers put into it"),
+            ):
+                yield CounterMetricFamily(
+                    f"pagedllm_response_cache_{name}", text, getattr(known, name)
+                )
+            yield GaugeMetricFamily(
+                "pagedllm_response_cache_down", "1 while requests go on without it", known.down
+            )
         yield GaugeMetricFamily("pagedllm_running", "Sequences in the batch", stats.running)
         yield GaugeMetricFamily("pagedllm_waiting", "Sequences that wait", stats.waiting)
         yield _histogram("pagedllm_step_seconds", "Seconds of a step", stats.step_seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from importlib import metadata
@@ -9,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from pagedllm import hookspecs
+from pagedllm import LLM, SamplingParams, hookspecs
 from pagedllm.plugins import REGISTRIES, PluginManager
+from plugin_site import installed
 
 TEXT = (Path(__file__).parents[2] / "docs" / "plugins.md").read_text()
 HOOKS = [name for name in vars(hookspecs) if name.startswith("pagedllm_")]
@@ -43,3 +45,39 @@ def test_example_loads_as_a_plugin_and_what_it_registers_can_be_imported(
         for entry in entries.values():
             assert callable(entry.load())
     assert manager.list_plugins() == PluginManager(entry_points=[point]).list_plugins()
+
+
+def test_the_examples_that_a_setting_names_work_together(tmp_path, tiny_with_text, capfd):
+    hooks = {
+        "executors": "pagedllm_create_executor",
+        "attention": "pagedllm_attention_backends",
+        "processors": "pagedllm_logits_processors",
+        "caches": "pagedllm_response_caches",
+        "sinks": "pagedllm_metrics_sinks",
+    }
+    plugins = {
+        f"documented_{name}": next(each for each in EXAMPLES if f"def {hook}(" in each)
+        for name, hook in hooks.items()
+    }
+    report = tmp_path / "report.jsonl"
+    (tmp_path / "site").mkdir()
+    settings = {
+        "executor": "counting",
+        "attention_backend": "logged",
+        "response_cache": {"name": "memory", "max_answers": 10},
+        "metrics_sinks": [{"name": "jsonl", "path": str(report)}],
+    }
+    greedy = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    with (
+        installed(tmp_path / "site", **plugins),
+        LLM(str(tiny_with_text), threads=1, **settings) as llm,
+    ):
+        [first] = llm.generate("Once", greedy)
+        token = first.outputs[0].token_ids[0]
+        forbid = {"name": "forbid", "token_ids": [token]}
+        [other] = llm.generate("Once", greedy.replace(logits_processors=[forbid]))
+    assert token not in other.outputs[0].token_ids
+    assert "attend (" in capfd.readouterr().out
+    reports = [json.loads(line) for line in report.read_text().splitlines()]
+    assert reports[-1]["requests"] == 2
+    assert reports[-1]["response_cache"]["lookups"] >= 1

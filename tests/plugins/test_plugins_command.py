@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -123,6 +125,39 @@ def test_a_new_plugin_installs_and_passes_its_tests_at_once(tmp_path, capsys):
     assert (wrong.returncode, "Did you mean 'acme-models-model'" in wrong.stderr) == (2, True)
     lint = run("ruff", "check", "--isolated", "--line-length", "100", ".")
     assert lint.returncode == 0 or "No module named ruff" in lint.stderr, lint.stdout
+
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "provider_plugin"
+
+
+def test_the_example_is_the_skeleton(tmp_path, capsys):
+    assert main(["plugins", "new", "acme-models", "--directory", str(tmp_path)]) == 0
+    written = [path for path in (tmp_path / "acme-models").rglob("*") if path.is_file()]
+    assert len(written) == 6
+    for path in written:
+        name = path.relative_to(tmp_path / "acme-models")
+        assert (EXAMPLE / name).read_text() == path.read_text(), f"{name}: write the example again"
+
+
+@pytest.mark.slow
+def test_the_example_runs(tmp_path):
+    copy, target = tmp_path / "copy", tmp_path / "target"
+    shutil.copytree(EXAMPLE, copy)  # building leaves files behind
+    pip = ["pip", "install", "--quiet", "--disable-pip-version-check", "--no-index", "--no-deps"]
+    to = ["--no-build-isolation", "--target", target]
+    subprocess.run([sys.executable, "-m", *pip, *to, copy], check=True)
+    paths = os.pathsep.join([str(target), os.environ.get("PYTHONPATH", "")])
+    run = subprocess.run(
+        [sys.executable, EXAMPLE / "demo.py"],
+        env={**os.environ, "PYTHONPATH": paths, "XDG_CACHE_HOME": str(tmp_path / "cache")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "plugin: acme-models 0.1.0 loaded" in run.stdout
+    assert f"folder: {tmp_path / 'cache' / 'acme-models' / '1'} revision: 1" in run.stdout
+    assert "tokens of noise: [" in run.stdout
 
 
 @pytest.mark.parametrize(
