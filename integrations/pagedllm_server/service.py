@@ -234,12 +234,12 @@ class Service:
                     f"{shown}: {value} is more than this server's {option}, {limit}", shown
                 )
         for spec in params.logits_processors:
-            name = spec["name"] if isinstance(spec, dict) else spec
-            if name not in options.logits_processors:
+            asked = spec["name"] if isinstance(spec, dict) else spec
+            if asked not in options.logits_processors:
                 allowed = ", ".join(options.logits_processors) or "none"
                 raise unsupported(
                     "logits_processors",
-                    f"this server lets requests name {allowed}, not {str(name)[:80]!r} "
+                    f"this server lets requests name {allowed}, not {str(asked)[:80]!r} "
                     "(--logits-processors)",
                 )
         if params.structured_output is not None and options.disable_grammar_support:

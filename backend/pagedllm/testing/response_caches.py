@@ -124,7 +124,9 @@ class ResponseCacheSuite:
         other.put("key", b"answer")
         other.close()
         [found] = store.get(["key"])
-        assert found == b"answer", f"another store of these options put b'answer', here is {found}"
+        assert found == b"answer", (
+            f"another store of these options put b'answer', here is {found!r}"
+        )
 
     def test_an_engine_answers_from_it(self, options: dict[str, Any], tmp_path: Path) -> None:
         """The second of two equal requests, with the same tokens."""
