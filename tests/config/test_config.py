@@ -48,6 +48,8 @@ def _value(name: str, draw: random.Random):
     if isinstance(kind, Named):
         return {"name": _word(draw), _word(draw): draw.randint(1, 9)}
     assert isinstance(kind, Many)
+    if isinstance(kind.item, Named):
+        return _word(draw), {"name": _word(draw), _word(draw): draw.randint(1, 9)}
     return tuple(_word(draw) for _ in range(3))
 
 
@@ -66,6 +68,8 @@ def _flags(name: str, value: object) -> list[str]:
     if isinstance(value, bool):
         return [flag if value else flag.replace("--", "--no-", 1)]
     if isinstance(value, tuple):
+        if OPTIONS[name].kind.separator is None:
+            return [part for each in value for part in _flags(name, each)]
         return [flag, ",".join(value)]
     if isinstance(value, dict):
         return [flag, json.dumps(value)]
