@@ -110,7 +110,7 @@ def download(
         _check_hashes(repo_id, folder, new)
     except PagedLLMError:
         raise
-    except Exception as error:  # noqa: BLE001 - the HTTP client's own vary by release
+    except Exception as error:  # the HTTP client's own vary by release
         reason, may_use_cache = _explain(repo_id, revision, error)
         try:
             if not may_use_cache:
@@ -118,6 +118,8 @@ def download(
             folder = Path(fetch(local_files_only=True))
         except (OSError, ValueError):
             raise ModelNotFoundError(reason) from error
+        if with_code and any(folder.glob("*.py")) and not COMMIT.fullmatch(revision or ""):
+            raise _unpinned(repo_id, revision, folder.name) from error
         if not _offline():
             logger.warning("Using the copy of %s in the cache. %s", repo_id, reason)
     _check_complete(repo_id, folder)
@@ -179,11 +181,15 @@ def _check_code(repo_id: str, revision: str | None, info: ModelInfo) -> None:
     """Take code from a commit alone: a branch may hold other code tomorrow."""
     has_code = any(file.rfilename.endswith(".py") for file in info.siblings or ())
     if has_code and not COMMIT.fullmatch(revision or ""):
-        raise ConfigError(
-            f"trust_remote_code runs what {repo_id!r} has in it, so name the commit that you have "
-            f"read: revision={info.sha!r} is the one that {revision or 'main'!r} stands for now.",
-            "revision",
-        )
+        raise _unpinned(repo_id, revision, info.sha)
+
+
+def _unpinned(repo_id: str, revision: str | None, commit: str | None) -> ConfigError:
+    return ConfigError(
+        f"trust_remote_code runs what {repo_id!r} has in it, so name the commit that you have "
+        f"read: revision={commit!r} is the one that {revision or 'main'!r} stands for now.",
+        "revision",
+    )
 
 
 def _check_room(

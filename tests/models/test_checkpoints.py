@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -52,6 +55,57 @@ def test_sharded_weights(tmp_path, tier, name, seed):
     loaded = load_model(str(tmp_path), model_impl=tier)
     assert (logits_of(loaded, TOKENS) - reference_logits(model)).abs().max() < 1e-3
     assert loaded.weight_bytes == sum(p.nbytes for p in model.parameters())
+
+
+def test_quantised_weights_that_transformers_turns_into_plain_ones(tmp_path, seed):
+    """Block-wise fp8, as DeepSeek's and Qwen's releases have it, on a device without fp8."""
+    pytest.importorskip("accelerate", reason="transformers reads fp8 with accelerate only")
+    block = 16
+    model = build("llama", seed).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+
+    def quantise(tensors):
+        quantised = {}
+        for name, weight in tensors.items():
+            quantised[name] = weight
+            if name.endswith("_proj.weight"):
+                high, wide = (size // block for size in weight.shape)
+                blocks = weight.float().view(high, block, wide, block)
+                scales = blocks.abs().amax(dim=(1, 3)) / 448
+                blocks = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn)
+                quantised[name] = blocks.view(weight.shape)
+                quantised[f"{name}_scale_inv"] = scales
+        return quantised
+
+    rewrite(tmp_path, quantise)
+    reconfigure(
+        tmp_path,
+        quantization_config={"quant_method": "fp8", "weight_block_size": [block, block]},
+    )
+    read = type(model).from_pretrained(tmp_path, dtype=torch.float32)
+    wanted = reference_logits(read)
+    assert 0 < (wanted - reference_logits(model.float())).abs().max() < wanted.abs().max()
+    for tier in ("auto", *TIERS):
+        loaded = load_model(str(tmp_path), model_impl=tier, dtype="float32")
+        assert loaded.tier == ("generic" if tier == "generic" else "native")
+        assert (logits_of(loaded, TOKENS) - wanted).abs().max() < 1e-3
+        assert loaded.weight_bytes == sum(p.nbytes for p in read.parameters())
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_loading_takes_little_more_memory_than_the_weights():
+    """Shards are read one after the other, also where a mapped page counts as memory."""
+    script = Path(__file__).parents[2] / "benchmarks/load_memory.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "--gigabytes", "0.3"],
+        capture_output=True, text=True, check=False, timeout=400,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["shards"] >= 5
+    for tier in TIERS:
+        assert report["tiers"][tier]["weight_bytes"] > 250e6
+        assert report["tiers"][tier]["ratio"] < 1.2, report
 
 
 def test_experts_as_mixtral_publishes_them_and_merged(tmp_path, seed):

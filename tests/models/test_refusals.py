@@ -205,10 +205,33 @@ def test_quantised_weights_that_cannot_be_read_here(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 32}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModelError, match=r"LlamaForCausalLM.*(?i:gptq|optimum)"):
+    for tier in ("auto", "native"):
+        with pytest.raises(UnsupportedModelError, match=r"LlamaForCausalLM.*quantised with gptq"):
+            load_model(str(tmp_path), model_impl=tier)
+
+
+@pytest.mark.parametrize("method", ["exl2", "modelopt", "mlx"])
+def test_quantised_weights_of_a_method_that_transformers_does_not_know(tmp_path, method):
+    """It would take the numbers as they are, and answer wrongly."""
+    build("llama", 0).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": method, "bits": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match=rf"quantised with {method},.*not know"):
         load_model(str(tmp_path))
-    with pytest.raises(UnsupportedModelError, match=r"native.*quantised"):
-        load_model(str(tmp_path), model_impl="native")
+
+
+def test_scales_that_nothing_applies(tmp_path):
+    """Weights quantised without a word of it in the configuration."""
+    build("llama", 0).save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors[name] = (tensors[name] * 100).to(torch.float8_e4m3fn)
+    tensors[f"{name}_scale"] = torch.tensor(0.01)
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModelError, match=r"quantised.*up_proj\.weight_scale"):
+        load_model(str(tmp_path))
 
 
 # --- folders ------------------------------------------------------------------------------
@@ -257,7 +280,7 @@ def test_names_that_lead_nowhere(tmp_path):
     (tmp_path / "weights.gguf").write_bytes(b"GGUF")
     with pytest.raises(ModelNotFoundError, match="is a file"):
         load_model(str(tmp_path / "weights.gguf"))
-    with pytest.raises(ModelNotFoundError, match=r"'no-one/no-model'.*Hugging Face Hub"):
+    with pytest.raises(ModelNotFoundError, match=r"no folder no-one/no-model; .*resolve_model"):
         load_model("no-one/no-model")
 
 

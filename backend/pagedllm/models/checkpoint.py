@@ -17,8 +17,6 @@ from pagedllm.errors import ModelNotFoundError, UnsupportedModelError
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = "model.safetensors"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-# What a model needs of a repository; weights in other formats stay there.
-_WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +30,14 @@ class Checkpoint:
     """Shards, in safetensors."""
 
 
-def open_checkpoint(
-    path: str, *, revision: str | None = None, trust_remote_code: bool = False
-) -> Checkpoint:
-    """Check a folder, or a repository on the Hugging Face Hub, and read its configuration.
+def open_checkpoint(path: str, *, trust_remote_code: bool = False) -> Checkpoint:
+    """Check a folder and read its configuration.
 
     Raises:
         ModelNotFoundError: there is none, or a file of it is missing.
         UnsupportedModelError: transformers does not know what the configuration describes.
     """
-    folder = _folder(path, revision, trust_remote_code)
+    folder = _folder(path)
     raw = _read_json(folder / "config.json")
     files = _weight_files(folder)
     for file in files:
@@ -49,26 +45,15 @@ def open_checkpoint(
     return Checkpoint(folder, _config(folder, raw, trust_remote_code), files)
 
 
-def _folder(path: str, revision: str | None, trust_remote_code: bool) -> Path:
+def _folder(path: str) -> Path:
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
     if folder.exists():
         raise ModelNotFoundError(f"{path} is a file; give the folder that holds config.json")
-    if path.startswith((".", "/", "~")) or path.count("/") > 1:
-        raise ModelNotFoundError(f"there is no folder {path}")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
-
-    wanted = [*_WANTED, "*.py"] if trust_remote_code else _WANTED
-    try:
-        return Path(snapshot_download(path, revision=revision, allow_patterns=wanted))
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-        raise ModelNotFoundError(
-            f"{path!r} is neither a folder here nor a model that could be fetched from the "
-            f"Hugging Face Hub ({reason})"
-        ) from error
+    raise ModelNotFoundError(
+        f"there is no folder {path}; pagedllm.resolve_model() fetches models by name"
+    )
 
 
 def _weight_files(folder: Path) -> tuple[Path, ...]:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pagedllm.models.base import PagedModel
     from pagedllm.models.decoder import NativeModel
     from pagedllm.models.spec import DecoderSpec
+    from pagedllm.models.weights import TensorSource
     from pagedllm_kernels.types import AttentionBackend
 
 logger = logging.getLogger(__name__)
@@ -35,20 +36,18 @@ def load_model(
     model_impl: str = "auto",
     trust_remote_code: bool = False,
     attention: str | AttentionBackend = "auto",
-    revision: str | None = None,
     progress: bool = False,
 ) -> PagedModel:
-    """Load a model from a folder or from the Hugging Face Hub.
+    """Load a model from a folder.
 
     Args:
-        path: a folder with config.json and safetensors, or a repository's name.
+        path: a folder with config.json and safetensors.
         dtype: of weights and activations; ``auto`` is the checkpoint's own.
         device: where it runs.
         model_impl: ``auto``, ``native`` or ``generic``.
         trust_remote_code: whether code that comes with the model may run.
         attention: an implementation, a name from
             :func:`pagedllm_kernels.attention_backends`, or ``auto``.
-        revision: branch, tag or commit of a repository.
         progress: whether a bar shows the loading.
 
     Raises:
@@ -60,34 +59,49 @@ def load_model(
 
     from pagedllm.models.checkpoint import eos_token_ids, open_checkpoint
     from pagedllm.models.precision import choose_dtype
-    from pagedllm.models.support import check_supported
+    from pagedllm.models.support import check_supported, plain_model
 
     _check_tier(model_impl)
     place = torch.device(device)
-    checkpoint = open_checkpoint(path, revision=revision, trust_remote_code=trust_remote_code)
+    checkpoint = open_checkpoint(path, trust_remote_code=trust_remote_code)
     config = checkpoint.config
     architecture = check_supported(config, trust_remote_code=trust_remote_code)
     chosen = choose_dtype(dtype, getattr(config, "dtype", None), place)
     backend = _attention(attention, place, chosen)
     eos = eos_token_ids(checkpoint)
+    held: PreTrainedModel | None = None
+
+    def whole() -> PreTrainedModel:
+        from pagedllm.models.hub import load_transformers
+
+        return held or load_transformers(
+            checkpoint, chosen, place, trust_remote_code=trust_remote_code, progress=progress
+        )
 
     def native(spec: DecoderSpec) -> NativeModel:
         from pagedllm.models.decoder import NativeModel
-        from pagedllm.models.sources import SafetensorsSource
+        from pagedllm.models.sources import ModuleSource, SafetensorsSource
         from pagedllm.models.weights import load_weights
 
-        with SafetensorsSource(checkpoint.files, chosen, place) as source:
-            return NativeModel(spec, load_weights(spec, source, _bar(progress)), backend, eos)
+        source: TensorSource = SafetensorsSource(checkpoint.files, chosen, place)
+        if held is not None:
+            plain_model(held)
+            source = ModuleSource(held)
+        return NativeModel(spec, load_weights(spec, source, _bar(progress)), backend, eos)
 
     def generic() -> PagedModel:
         from pagedllm.models.generic import GenericModel
-        from pagedllm.models.hub import load_transformers
 
-        model = load_transformers(
-            checkpoint, chosen, place, trust_remote_code=trust_remote_code, progress=progress
-        )
-        return GenericModel(model, backend, eos)
+        return GenericModel(whole(), backend, eos)
 
+    if getattr(config, "quantization_config", None) is not None:
+        # transformers reads the formats. What it turns into plain weights, as it does fp8 on a
+        # CPU, has no such entry in its configuration any more, and runs in any tier.
+        try:
+            held = whole()
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(f"{architecture} is not supported: {error}") from error
+        config = held.config
     return _in_tier(config, architecture, model_impl, native, generic)
 
 

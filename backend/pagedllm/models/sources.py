@@ -23,56 +23,43 @@ if TYPE_CHECKING:
 class SafetensorsSource:
     """Reads tensors from the shards of a checkpoint, converting them on the way.
 
-    Use as a context manager: the files are mapped while it is open.
+    A file is mapped only while some of its tensors are read: pages of a mapping count as the
+    process's memory, so whole files that stay mapped would double what loading takes.
     """
 
     def __init__(self, files: Sequence[Path], dtype: torch.dtype, device: torch.device) -> None:
-        self._paths = tuple(files)
         self._dtype = dtype
         self._device = device
-        self._stack = contextlib.ExitStack()
-        self._files: dict[str, Any] = {}
-        self.names: frozenset[str] = frozenset()
-
-    def __enter__(self) -> SafetensorsSource:
-        from safetensors import safe_open
-
-        for path in self._paths:
-            opened = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
-            self._files.update(dict.fromkeys(opened.keys(), opened))
-        self.names = frozenset(self._files)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._files.clear()
-        self._stack.close()
+        self._paths: dict[str, Path] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        for path in files:
+            with _open(path) as opened:
+                names = opened.keys()
+                self._paths.update(dict.fromkeys(names, path))
+                for name in names:
+                    self._shapes[name] = tuple(opened.get_slice(name).get_shape())
+        self.names = frozenset(self._paths)
 
     def read(self, parts: Sequence[str]) -> torch.Tensor:
         """Return tensors one below the other; see :class:`TensorSource`."""
-        shapes = [self._shape(name) for name in parts]
-        merged = self._empty((sum(shape[0] for shape in shapes), *shapes[0][1:]))
-        self._fill(merged, parts)
-        return merged
+        return self.stack([parts])[0]
 
     def stack(self, rows: Sequence[Sequence[str]]) -> torch.Tensor:
         """Return rows of merged tensors; see :class:`TensorSource`."""
-        shapes = [self._shape(name) for name in rows[0]]
-        height = sum(shape[0] for shape in shapes)
-        stacked = self._empty((len(rows), height, *shapes[0][1:]))
-        for row, names in zip(stacked, rows):
-            self._fill(row, names)
+        shapes = [self._shapes[name] for name in rows[0]]
+        shape = (len(rows), sum(shape[0] for shape in shapes), *shapes[0][1:])
+        stacked = torch.empty(shape, dtype=self._dtype, device=self._device)
+        with contextlib.ExitStack() as stack:
+            paths = {self._paths[name] for names in rows for name in names}
+            files = {path: stack.enter_context(_open(path)) for path in paths}
+            for row, names in zip(stacked, rows):
+                self._fill(row, names, files)
         return stacked
 
-    def _shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._files[name].get_slice(name).get_shape())
-
-    def _empty(self, shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.empty(shape, dtype=self._dtype, device=self._device)
-
-    def _fill(self, target: torch.Tensor, parts: Sequence[str]) -> None:
+    def _fill(self, target: torch.Tensor, parts: Sequence[str], files: Mapping[Path, Any]) -> None:
         begin = 0
         for name in parts:
-            tensor = self._files[name].get_tensor(name)
+            tensor = files[self._paths[name]].get_tensor(name)
             end = begin + tensor.shape[0]
             if target[begin:end].shape != tensor.shape:
                 raise UnsupportedModelError(
@@ -81,6 +68,12 @@ class SafetensorsSource:
                 )
             target[begin:end].copy_(tensor)
             begin = end
+
+
+def _open(path: Path) -> Any:
+    from safetensors import safe_open
+
+    return safe_open(path, framework="pt", device="cpu")
 
 
 class ModuleSource:
