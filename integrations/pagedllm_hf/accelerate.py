@@ -42,9 +42,9 @@ def accelerate(
         model: a decoder-only transformers model; its dtype and device are used.
         strict: raise where the engine cannot do what a call asks, instead of falling back.
         check_weights: read all weights before each call, to notice changes that torch does
-            not count, such as writes through ``.data``. Without, a call starts half a
-            decoding step earlier, and after such a write :meth:`Accelerated.refresh` must be
-            called.
+            not count, such as writes through ``.data``. Without, a call starts one or two
+            decoding steps earlier, and after such a write :meth:`Accelerated.refresh` must
+            be called.
         config: fields of :class:`pagedllm.Config`, such as ``kv_cache_memory``.
 
     Returns:

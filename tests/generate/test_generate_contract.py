@@ -188,6 +188,14 @@ _FALLS_BACK: dict[str, Callable[[Pair], dict[str, Any]]] = {
     "inputs_embeds": lambda p: {
         "inputs_embeds": p.reference.get_input_embeddings()(torch.tensor([[1, 2, 3]]))
     },
+    "embeds_in_beams": lambda p: {
+        "inputs_embeds": p.reference.get_input_embeddings()(torch.tensor([[1, 2, 3]])),
+        "num_beams": 2,
+    },
+    "embeds_and_tokens": lambda p: {
+        "inputs_embeds": p.reference.get_input_embeddings()(torch.tensor([[1, 2, 3]])),
+        "input_ids": torch.tensor([[1, 2, 3]]),
+    },
     "assisted": lambda p: {"input_ids": torch.tensor([[1, 2]]), "assistant_model": p.reference},
     "prompt_lookup": lambda p: {
         "input_ids": torch.tensor([[1, 2, 1]]), "prompt_lookup_num_tokens": 2

@@ -53,6 +53,7 @@ GREEDY: dict[str, dict[str, Any]] = {
     "watermark": {"watermarking_config": WatermarkingConfig(bias=3.0, seeding_scheme="selfhash")},
     "no_cache": {"use_cache": False},
     "static_cache": {"cache_implementation": "static"},
+    "logits_to_keep": {"logits_to_keep": 1},
     "prefill_chunks": {"prefill_chunk_size": 4},
     "all_at_once": {
         "repetition_penalty": 1.2,
