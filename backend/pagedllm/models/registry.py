@@ -83,6 +83,10 @@ def load_model(
         from pagedllm.models.sources import ModuleSource, SafetensorsSource
         from pagedllm.models.weights import load_weights
 
+        if backend.name == "numba":
+            from pagedllm_kernels.numba_cpu.decoder import compile_ahead
+
+            compile_ahead(spec, chosen)
         source: TensorSource = SafetensorsSource(checkpoint.files, chosen, place)
         if held is not None:
             plain_model(held)

@@ -35,6 +35,8 @@ def check_supported(config: Any, *, trust_remote_code: bool = False) -> str:
     Raises:
         UnsupportedModelError: it cannot be run correctly; the message says why.
     """
+    if _is_native(config):
+        return str(config.architectures[0])
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     named = (getattr(config, "architectures", None) or [None])[0]
@@ -56,6 +58,18 @@ def check_supported(config: Any, *, trust_remote_code: bool = False) -> str:
             f"what generates text with a {config.model_type!r} checkpoint",
         )
     return check_class(cls, config)
+
+
+def _is_native(config: Any) -> bool:
+    """Whether there is a native decoder, so that the class, slow to import, need not be asked."""
+    from pagedllm.models.families import spec_from_config
+
+    if not getattr(config, "architectures", None) or _config_reason(config) is not None:
+        return False
+    try:
+        return spec_from_config(config) is not None
+    except UnsupportedModelError:
+        return False
 
 
 def check_class(cls: type, config: Any) -> str:

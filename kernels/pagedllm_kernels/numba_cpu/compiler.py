@@ -7,6 +7,7 @@ calls, so the folder is named after the source of this whole package; within it,
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import inspect
@@ -57,8 +58,17 @@ def compiled(name: str) -> Compiled:
 
 
 def compile_soon(name: str) -> None:
-    """Compile in a thread of its own, while something else is done."""
-    threading.Thread(target=compiled, args=(name,), name="pagedllm-compile", daemon=True).start()
+    """Compile in a thread of its own, while something else is done.
+
+    The thread is no daemon: a process that ends in the middle of LLVM's work would crash.
+    What goes wrong in it goes wrong again, and is told, where the code is needed.
+    """
+
+    def compile_it() -> None:
+        with contextlib.suppress(Exception):
+            compiled(name)
+
+    threading.Thread(target=compile_it, name="pagedllm-compile").start()
 
 
 @functools.cache

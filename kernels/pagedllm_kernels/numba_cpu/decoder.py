@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pagedllm_kernels.numba_cpu import layout as at
+from pagedllm_kernels.numba_cpu.compiler import compile_soon
 from pagedllm_kernels.numba_cpu.program import AttentionShape, Job, operation
 
 if TYPE_CHECKING:
@@ -53,6 +54,12 @@ def refusal(spec: Any, dtype: torch.dtype) -> str | None:
         widths.append(spec.num_kv_heads * spec.head_dim)
     odd = [width for width in widths if width % at.LANES]
     return f"its width {odd[0]} is no multiple of {at.LANES}" if odd else None
+
+
+def compile_ahead(spec: Any, dtype: torch.dtype) -> None:
+    """Start to compile what a decoder will need, in a thread beside the loading of weights."""
+    if refusal(spec, dtype) is None:
+        compile_soon(_FUNCTIONS[dtype])
 
 
 class CompiledDecoder:
