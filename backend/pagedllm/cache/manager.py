@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from pagedllm.cache.eviction import EvictionPolicy
 
 
+_NO_CHANGE = TableChange(0, (), ())
+
+
 @dataclass(frozen=True, slots=True)
 class CacheStats:
     """The cache at one moment."""
@@ -108,6 +111,8 @@ class CacheManager:
         held = len(table.pages)
         copy = first < held and self._must_copy(table.pages[first])
         missing = max(0, self.pages_for(end) - held)
+        if not (missing or copy):
+            return _NO_CHANGE
         if missing + copy > self.pool.num_available:
             return None
         copies: tuple[tuple[int, int], ...] = ()
