@@ -16,9 +16,10 @@ from pagedllm.errors import ConfigError, PagedLLMError, ValidationError
 from pagedllm.plugins import get_manager
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable
 
     from pagedllm.config import Config
+    from pagedllm.plugins import Registration
     from pagedllm.sampling_params import SamplingParams
 
 LOGITS_PROCESSORS = "pagedllm_logits_processors"
@@ -32,7 +33,7 @@ def make(
     rules: Config | _Rules,
     *arguments: Any,
     error: type[ConfigError | ValidationError] = ConfigError,
-    also: Sequence[str] = (),
+    also: Iterable[str] = (),
 ) -> Any:
     """Make what a plugin registers under a name.
 
@@ -50,17 +51,10 @@ def make(
     """
     name, options = (spec, {}) if isinstance(spec, str) else (spec["name"], dict(spec))
     options.pop("name", None)
-    allow, block = rules if isinstance(rules, tuple) else (rules.plugins_allow, rules.plugins_block)
-    registry = get_manager(allow, block).registry(hook)
-    if name not in registry:
-        known = sorted({*registry, *also})
-        there = f"; there are {', '.join(known)}" if known else " (see: pagedllm plugins)"
-        raise error(
-            f"{setting}: no plugin registers '{name}'{nearest(name, known) or there}", setting
-        )
-    plugin = registry[name].plugin
+    registration = find(hook, setting, name, rules, error=error, also=also)
+    plugin = registration.plugin
     try:
-        return registry[name].load()(*arguments, **options)
+        return registration.load()(*arguments, **options)
     except PagedLLMError as problem:
         raise error(f"{setting}: {problem}", setting) from problem
     except Exception as problem:
@@ -71,6 +65,27 @@ def make(
             f"{plugin.version}) cannot be made from ({given}): {type(problem).__name__}: {text}",
             setting,
         ) from problem
+
+
+def find(
+    hook: str,
+    setting: str,
+    name: str,
+    rules: Config | _Rules,
+    *,
+    error: type[ConfigError | ValidationError] = ConfigError,
+    also: Iterable[str] = (),
+) -> Registration:
+    """Find what a plugin registers under a name; see :func:`make`."""
+    allow, block = rules if isinstance(rules, tuple) else (rules.plugins_allow, rules.plugins_block)
+    registry = get_manager(allow, block).registry(hook)
+    if name not in registry:
+        known = sorted({*registry, *also})
+        there = f"; there are {', '.join(known)}" if known else " (see: pagedllm plugins)"
+        raise error(
+            f"{setting}: no plugin registers '{name}'{nearest(name, known) or there}", setting
+        )
+    return registry[name]
 
 
 class NamedProcessor:

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from pagedllm._named import make
+from pagedllm._named import find, make
 from pagedllm._sinks import close_after, make_reporters
 from pagedllm.config import Config
 from pagedllm.engine.driven import Room
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from pagedllm.executors.base import Executor
     from pagedllm.metrics import EngineStats
     from pagedllm.models.base import PagedModel
+    from pagedllm.models.quantizing import Quantizer
     from pagedllm.types import ModelInfo, Pooling, Request
     from pagedllm_kernels.types import AttentionBackend
 
@@ -355,6 +356,7 @@ def _tokenizer(config: Config, path: str) -> PreTrainedTokenizerBase | None:
 
 
 def _load_model(config: Config, path: str) -> PagedModel:
+    """Load a model from its folder as a resolved config says."""
     from pagedllm.models.registry import load_model
 
     return load_model(
@@ -364,6 +366,7 @@ def _load_model(config: Config, path: str) -> PagedModel:
         model_impl=config.model_impl,
         trust_remote_code=config.trust_remote_code,
         attention=_attention(config),
+        quantizer=quantizer_for(config),
         progress=sys.stderr.isatty(),
     )
 
@@ -371,7 +374,28 @@ def _load_model(config: Config, path: str) -> PagedModel:
 def _wrap(config: Config, model: PreTrainedModel) -> PagedModel:
     from pagedllm.models.registry import wrap_model
 
+    if config.quantization is not None:
+        raise ConfigError(
+            "quantization: the weights of a model that you hold are shared, not copied; save it "
+            "and load it from its folder",
+            "quantization",
+        )
     return wrap_model(model, model_impl=config.model_impl, attention=_attention(config))
+
+
+def quantizer_for(config: Config) -> Quantizer | None:
+    """Our own, or what a plugin registers under another name."""
+    if config.quantization is None:
+        return None
+    from pagedllm.models.quantizing import METHODS, Quantizer
+
+    custom = None
+    if config.quantization not in METHODS:
+        # Found now rather than when the first weight is read.
+        setting = "quantization"
+        find("pagedllm_quantizers", setting, config.quantization, config, also=METHODS)
+        custom = partial(make, "pagedllm_quantizers", setting, config.quantization, config)
+    return Quantizer(config.quantization, config.quantization_skip, custom)
 
 
 def _attention(config: Config) -> str | AttentionBackend:

@@ -226,7 +226,16 @@ class Config:
         "auto", Text(metavar="NAME"), "implementation of paged attention", section="optimization"
     )
     quantization: str | None = option(
-        None, Text(metavar="METHOD"), "of the weights; none is there yet", section="optimization"
+        None,
+        Text(metavar="METHOD"),
+        "of the weights: int8, int4, or a plugin's; none: as the model was saved",
+        section="optimization",
+    )
+    quantization_skip: tuple[str, ...] = option(
+        (),
+        Many(Text(metavar="MODULE")),
+        "modules to leave as they are, such as lm_head or layers.0.*",
+        section="optimization",
     )
     threads: int | None = option(
         None,
@@ -253,10 +262,10 @@ class Config:
                     f"there is none yet; set it to 1",
                     name,
                 )
-        if self.quantization is not None:
+        if self.quantization_skip and self.quantization is None:
             raise ConfigError(
-                f"quantization: there is no method '{self.quantization}' yet; leave it out",
-                "quantization",
+                "quantization_skip: nothing is quantised; set quantization too, or leave it out",
+                "quantization_skip",
             )
         if both := set(self.plugins_allow or ()) & set(self.plugins_block):
             raise ConfigError(

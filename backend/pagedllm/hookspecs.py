@@ -190,10 +190,12 @@ def pagedllm_attention_backends() -> Mapping[str, str]:
 
 @hookspec
 def pagedllm_quantizers() -> Mapping[str, str]:
-    """Register ways to store weights in fewer bits.
+    """Register ways to round weights to fewer bits.
 
-    Each name leads to a callable that takes a weight (tensor [out, in]) and returns the
-    module or tensor subclass that stands for it. Example::
+    Each name leads to a callable that takes a weight (tensor [out, in]) and returns the tensor
+    that it is rounded to, or two whose product that is, such as integers and their scales. The
+    model keeps the rounded weights in its own dtype. ``Config.quantization`` gives the name.
+    Example::
 
         @hookimpl
         def pagedllm_quantizers():

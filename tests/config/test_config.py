@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 OPTIONS = options_of(Config)
 # Values that a check of several fields together refuses.
-UNAVAILABLE = {"quantization", "tensor_parallel_size", "pipeline_parallel_size"}
+UNAVAILABLE = {"quantization_skip", "tensor_parallel_size", "pipeline_parallel_size"}
 
 
 def _value(name: str, draw: random.Random):
@@ -147,7 +147,7 @@ def test_aliases_people_know() -> None:
         ({"kv_cache_memory": "1GiB", "num_pages": 4}, ["kv_cache_memory", "num_pages"]),
         ({"tensor_parallel_size": 2}, ["tensor_parallel_size", "2", "set it to 1"]),
         ({"pipeline_parallel_size": 3}, ["pipeline_parallel_size", "3", "set it to 1"]),
-        ({"quantization": "int3"}, ["quantization", "int3"]),
+        ({"quantization_skip": ["lm_head"]}, ["quantization_skip", "set quantization"]),
         ({"max_num_seqs": 3, "max_batch_size": 3}, ["max_num_seqs", "max_batch_size", "twice"]),
         ({"plugins_allow": ["a"], "plugins_block": ["a"]}, ["plugins_block", "'a'"]),
     ],
@@ -179,7 +179,7 @@ def test_wrong_keywords_name_key_value_and_remedy(values: dict, words: list[str]
         ("- page_size", ["name: value"]),
         ("1: 2", ["name: value"]),
         ("a: [", ["YAML"]),
-        ("quantization: int3", ["int3"]),
+        ("quantization_skip: [lm_head]", ["set quantization"]),
     ],
 )
 def test_wrong_yaml_names_file_section_key_and_remedy(

@@ -10,15 +10,12 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from other_processor import HASWELL
 from pagedllm_kernels.numba_cpu.attention import NumbaAttention
 from pagedllm_kernels.numba_cpu.team import available_threads
 from pagedllm_kernels.types import AttentionMetadata, LayerCache
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}
-HASWELL = {
-    "NUMBA_CPU_NAME": "haswell",
-    "NUMBA_CPU_FEATURES": "+sse4.2,+popcnt,+avx,+avx2,+bmi,+bmi2,+f16c,+fma,+lzcnt,+movbe",
-}
 
 
 @dataclass

@@ -23,6 +23,7 @@ COMMANDS = {
     "generate": "continue one prompt or many",
     "chat": "talk to a model in the terminal",
     "bench": "measure throughput or latency",
+    "quantize": "say what quantising a model saves and what it costs",
     "plugins": "list the plugins that are installed, or begin a new one",
 }
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it

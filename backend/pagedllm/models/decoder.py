@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 
 from pagedllm.models import layers
 from pagedllm.models.limits import check_length
@@ -69,7 +68,7 @@ class NativeModel:
         """Run the layers; return float32 [T, E]."""
         spec, weights = self.spec, self.weights
         check_length(batch, spec.max_positions)
-        x = F.embedding(batch.token_ids, weights.embedding).float()
+        x = layers.embed(batch.token_ids, weights.embedding)
         if spec.embedding_scale != 1.0:
             x = x * spec.embedding_scale
         tables = [layers.rope_table(rope, batch.positions) for rope in spec.ropes]

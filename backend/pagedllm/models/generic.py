@@ -18,6 +18,7 @@ import torch
 from pagedllm.errors import UnsupportedModelError
 from pagedllm.models.limits import check_length, position_limit
 from pagedllm.models.probe import STEP, attention_scale, check_keywords, probe
+from pagedllm.models.quantizing import QuantizedLinear
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -78,6 +79,9 @@ class GenericModel:
         self.dtype = model.dtype
         self.device = parameters[0].device
         self.weight_bytes = sum({p.data_ptr(): p.nbytes for p in parameters}.values())
+        self.weight_bytes += sum(
+            m.weight.nbytes for m in model.modules() if isinstance(m, QuantizedLinear)
+        )
         self.layers: Sequence[LayerShape] = tuple(p.shape for p in probed.layers.values())
         self._probed = probed.layers
         self._keeps = "logits_to_keep" in names

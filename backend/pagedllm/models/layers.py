@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from pagedllm_kernels.quantized import QuantizedWeight
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -57,18 +59,36 @@ def activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda x: F.gelu(x, approximate="tanh")
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return float32 ``x @ weight.T + bias``; ``x`` [..., in] is rounded to the weight's dtype."""
-    product = F.linear(x.to(weight.dtype), weight).float()
+Matrix = torch.Tensor | QuantizedWeight
+
+
+def embed(ids: torch.Tensor, table: Matrix) -> torch.Tensor:
+    """Return float32 [T, E], the rows of int64 [T]."""
+    if isinstance(table, QuantizedWeight):
+        return table.rows(ids)
+    return F.embedding(ids, table).float()
+
+
+def linear(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return float32 ``x @ weight.T + bias``; ``x`` [..., in] is rounded to the weight's dtype.
+
+    A quantised weight is not rounded to that dtype once more, but multiplied in float32.
+    """
+    x = x.to(weight.dtype)
+    if isinstance(weight, QuantizedWeight):
+        x, weight = x.float(), weight.dequantize(torch.float32)
+    product = F.linear(x, weight).float()
     return product if bias is None else product + bias.float()
 
 
-def head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def head(x: torch.Tensor, weight: Matrix) -> torch.Tensor:
     """Return float32 logits [R, V] of float32 ``x`` [R, E], no step of it rounded.
 
     A logit rounded to bf16 has 8 bits: the two likeliest tokens are then often tied, and
     greedy decoding no longer follows fp32's. So the weights are widened, some rows at a time.
     """
+    if isinstance(weight, QuantizedWeight):
+        weight = weight.dequantize(torch.float32)
     if weight.dtype == torch.float32:
         return F.linear(x, weight)
     logits = x.new_empty((x.shape[0], weight.shape[0]))
@@ -83,8 +103,8 @@ def head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def experts(
     x: torch.Tensor,
     router: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    gate_up: Matrix,
+    down: Matrix,
     top_k: int,
     normalize: bool,
     act: Callable[[torch.Tensor], torch.Tensor],

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from pagedllm.models.base import PagedModel
     from pagedllm.models.decoder import NativeModel
+    from pagedllm.models.quantizing import Quantizer
     from pagedllm.models.spec import DecoderSpec
     from pagedllm.models.weights import TensorSource
     from pagedllm_kernels.types import AttentionBackend
@@ -36,6 +37,7 @@ def load_model(
     model_impl: str = "auto",
     trust_remote_code: bool = False,
     attention: str | AttentionBackend = "auto",
+    quantizer: Quantizer | None = None,
     progress: bool = False,
 ) -> PagedModel:
     """Load a model from a folder.
@@ -48,6 +50,7 @@ def load_model(
         trust_remote_code: whether code that comes with the model may run.
         attention: an implementation, a name from
             :func:`pagedllm_kernels.attention_backends`, or ``auto``.
+        quantizer: of its matrices; None keeps them as they are.
         progress: whether a bar shows the loading.
 
     Raises:
@@ -59,6 +62,7 @@ def load_model(
 
     from pagedllm.models.checkpoint import eos_token_ids, open_checkpoint
     from pagedllm.models.precision import choose_dtype
+    from pagedllm.models.quantizing import QuantizingSource, quantize_modules
     from pagedllm.models.support import check_supported, plain_model
 
     _check_tier(model_impl)
@@ -86,17 +90,22 @@ def load_model(
         if backend.name == "numba":
             from pagedllm_kernels.numba_cpu.decoder import compile_ahead
 
-            compile_ahead(spec, chosen)
+            compile_ahead(spec, chosen, quantizer is not None and quantizer.custom is None)
         source: TensorSource = SafetensorsSource(checkpoint.files, chosen, place)
         if held is not None:
             plain_model(held)
             source = ModuleSource(held)
+        if quantizer is not None:
+            source = QuantizingSource(source, quantizer)
         return NativeModel(spec, load_weights(spec, source, _bar(progress)), backend, eos)
 
     def generic() -> PagedModel:
         from pagedllm.models.generic import GenericModel
 
-        return GenericModel(whole(), backend, eos)
+        model = whole()
+        if quantizer is not None:
+            quantize_modules(model, quantizer)
+        return GenericModel(model, backend, eos)
 
     if getattr(config, "quantization_config", None) is not None:
         # transformers reads the formats. What it turns into plain weights, as it does fp8 on a
@@ -106,7 +115,10 @@ def load_model(
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{architecture} is not supported: {error}") from error
         config = held.config
-    return _in_tier(config, architecture, model_impl, native, generic)
+    loaded = _in_tier(config, architecture, model_impl, native, generic)
+    if quantizer is not None:
+        quantizer.finish()
+    return loaded
 
 
 def wrap_model(

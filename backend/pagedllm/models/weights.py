@@ -9,15 +9,17 @@ separate projections become views of the merged tensors, with the values they ha
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from pagedllm.errors import UnsupportedModelError
+from pagedllm_kernels.quantized import QuantizedWeight
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from pagedllm.models.layers import Matrix
     from pagedllm.models.spec import DecoderSpec
 
 
@@ -25,13 +27,13 @@ if TYPE_CHECKING:
 class LayerWeights:
     """One layer; matrices are [out, in] and row-major. E hidden, I intermediate, N experts."""
 
-    qkv: torch.Tensor
+    qkv: Matrix
     """[(Hq + 2 * Hkv) * D, E]: queries, keys, values."""
-    o: torch.Tensor
+    o: Matrix
     """[E, Hq * D]."""
-    gate_up: torch.Tensor
+    gate_up: Matrix
     """[2 * I, E], gate first; of a sparse layer [N, 2 * I, E]."""
-    down: torch.Tensor
+    down: Matrix
     """[E, I]; of a sparse layer [N, E, I]."""
     qkv_bias: torch.Tensor | None = None
     o_bias: torch.Tensor | None = None
@@ -57,12 +59,12 @@ class LayerWeights:
 class DecoderWeights:
     """All weights of a decoder."""
 
-    embedding: torch.Tensor
+    embedding: Matrix
     """[V, E]."""
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor
     """[E], before the output projection."""
-    head: torch.Tensor
+    head: Matrix
     """[V, E]; the embedding itself when they are tied."""
 
     @property
@@ -117,7 +119,7 @@ def load_weights(
         head = reader.one("lm_head.weight", spec.vocab_size, width)
         # A checkpoint may hold a tied matrix twice. Two different ones are not tied,
         # whatever the configuration says; transformers decides the same way.
-        if spec.tied_head and torch.equal(head, embedding):
+        if spec.tied_head and _equal(head, embedding):
             head = embedding
     left = sorted(n for n in source.names - reader.used if not n.endswith(_IGNORED))
     if left:
@@ -127,6 +129,12 @@ def load_weights(
     return DecoderWeights(embedding=embedding, layers=layers, norm=norm, head=head)
 
 
+def _equal(a: Matrix, b: Matrix) -> bool:
+    if isinstance(a, QuantizedWeight) and isinstance(b, QuantizedWeight):
+        return torch.equal(a.data, b.data) and torch.equal(a.scales, b.scales)
+    return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a, b)
+
+
 class _Reader:
     """Takes tensors from a source, checks their shapes and keeps count of them."""
 
@@ -134,14 +142,14 @@ class _Reader:
         self.source = source
         self.used: set[str] = set()
 
-    def one(self, name: str, *shape: int) -> torch.Tensor:
+    def one(self, name: str, *shape: int) -> Any:
         return self.merged([name], *shape)
 
-    def merged(self, names: Sequence[str], *shape: int) -> torch.Tensor:
+    def merged(self, names: Sequence[str], *shape: int) -> Any:
         self._use(names)
         return _shaped(self.source.read(names), names[0], shape)
 
-    def stacked(self, rows: Sequence[Sequence[str]], *shape: int) -> torch.Tensor:
+    def stacked(self, rows: Sequence[Sequence[str]], *shape: int) -> Any:
         for names in rows:
             self._use(names)
         return _shaped(self.source.stack(rows), rows[0][0], shape)
@@ -156,7 +164,7 @@ class _Reader:
         self.used.update(names)
 
 
-def _shaped(tensor: torch.Tensor, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+def _shaped(tensor: Any, name: str, shape: tuple[int, ...]) -> Any:
     if tuple(tensor.shape) != shape:
         raise UnsupportedModelError(
             f"{name} has the shape {tuple(tensor.shape)} where its configuration means {shape}"
@@ -168,7 +176,7 @@ def _layer(spec: DecoderSpec, index: int, reader: _Reader) -> LayerWeights:
     prefix = f"model.layers.{index}."
     attention = prefix + "self_attn."
     width, out = spec.hidden_size, spec.num_heads * spec.head_dim
-    tensors: dict[str, torch.Tensor | None] = {}
+    tensors: dict[str, Any] = {}
 
     split = [attention + p for p in ("q_proj", "k_proj", "v_proj")]
     if reader.has(attention + "qkv_proj.weight"):
@@ -192,7 +200,7 @@ def _layer(spec: DecoderSpec, index: int, reader: _Reader) -> LayerWeights:
         tensors.update(_experts(spec, prefix, reader))
     else:
         tensors.update(_mlp(spec, prefix + "mlp.", reader))
-    return LayerWeights(qkv=qkv, o=o, **tensors)  # type: ignore[arg-type]
+    return LayerWeights(qkv=qkv, o=o, **tensors)
 
 
 _NORMS = {
@@ -214,7 +222,7 @@ _NORMS = {
 """By placement: our field and transformers' name."""
 
 
-def _mlp(spec: DecoderSpec, prefix: str, reader: _Reader) -> dict[str, torch.Tensor]:
+def _mlp(spec: DecoderSpec, prefix: str, reader: _Reader) -> dict[str, Any]:
     width, inner = spec.hidden_size, spec.intermediate_size
     parts = [prefix + "gate_proj", prefix + "up_proj"]
     if reader.has(prefix + "gate_up_proj.weight"):
@@ -229,7 +237,7 @@ def _mlp(spec: DecoderSpec, prefix: str, reader: _Reader) -> dict[str, torch.Ten
     return tensors
 
 
-def _experts(spec: DecoderSpec, prefix: str, reader: _Reader) -> dict[str, torch.Tensor]:
+def _experts(spec: DecoderSpec, prefix: str, reader: _Reader) -> dict[str, Any]:
     if spec.experts is None:
         raise UnsupportedModelError(f"{prefix} is sparse and no experts are described")
     num, inner, width = spec.experts.num, spec.experts.intermediate_size, spec.hidden_size

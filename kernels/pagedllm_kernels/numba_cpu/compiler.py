@@ -27,7 +27,7 @@ from numba.core import config
 
 from pagedllm_kernels.numba_cpu import interpreter, layout, native
 from pagedllm_kernels.numba_cpu.simd import OPTIONS, TAGS, UNITS, unit_symbol
-from pagedllm_kernels.numba_cpu.tiles import attention_tiles, linear_tiles
+from pagedllm_kernels.numba_cpu.tiles import attention_tiles, grouped_tiles, linear_tiles
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -43,8 +43,7 @@ class Compiled:
 
     address: int
     tiles: NDArray[np.int64]
-    """Addresses of tiles by number, for the storage type of activations."""
-    tiles_int8: NDArray[np.int64]
+    """Addresses of tiles by number."""
 
 
 def compiled(name: str) -> Compiled:
@@ -76,42 +75,31 @@ def _compile(name: str) -> Compiled:
     started = time.perf_counter()
     folder = cache_folder(config.CACHE_DIR)
     purpose, tag = name.split("_")
-    tables = [_tiles(tag, folder), _tiles("i8", folder)]
-    for unit in interpreter.ATTENTION_UNITS:
-        _define(unit, tag, tag, folder)
+    tiles = linear_tiles(tag) | attention_tiles(tag)
+    units = [*interpreter.ATTENTION_UNITS]
     if purpose != "attention":
-        for unit in interpreter.MODEL_UNITS:
-            _define(unit, tag, tag, folder)
-        for unit in interpreter.LINEAR_UNITS:
-            _define(unit, tag, tag, folder)
-    if purpose == "int8":
-        for unit in ("quantize", *interpreter.LINEAR_UNITS):
-            _define(unit, "i8", tag, folder)
+        units += interpreter.MODEL_UNITS
+    if purpose == "quantized":
+        units += interpreter.QUANTIZED_UNITS
+        tiles |= grouped_tiles()
+    table = np.zeros(layout.NUM_TILES, dtype=np.int64)
+    table[list(tiles)] = native.addresses(list(tiles.values()), folder)
+    for unit in units:
+        _define(unit, tag, folder)
     result = _cached(getattr(interpreter, name), types.void(types.int64), folder)
     seconds = time.perf_counter() - started
     logger.info("kernel %s: %.1f s (%s)", name, seconds, "cached" if result.cache_hits else "new")
-    return Compiled(result.address, *tables)
+    return Compiled(result.address, table)
 
 
 @functools.cache
-def _tiles(tag: str, folder: Path) -> NDArray[np.int64]:
-    """Return the addresses of tiles for a storage type, by number."""
-    numbered = linear_tiles(tag) | ({} if tag == "i8" else attention_tiles(tag))
-    table = np.zeros(layout.NUM_TILES, dtype=np.int64)
-    table[list(numbered)] = native.addresses(list(numbered.values()), folder)
-    return table
-
-
-@functools.cache
-def _define(unit: str, wtag: str, atag: str, folder: Path) -> Any:
+def _define(unit: str, tag: str, folder: Path) -> Any:
     """Compile a unit, make its symbol known, and return what keeps it in memory."""
     function = UNITS[unit]
-    tags = {"wtag": wtag, "atag": atag}
-    stored = {name: kind for kind, name in TAGS.items()}
-    parameters = list(inspect.signature(function).parameters)
-    kinds = [stored[tags[p]] if p in tags else types.int64 for p in parameters]
+    stored = {name: kind for kind, name in TAGS.items()}[tag]
+    kinds = [stored if p == "atag" else types.int64 for p in inspect.signature(function).parameters]
     result = _cached(function, types.void(*kinds), folder)
-    symbol = unit_symbol(function, [tags[p] for p in parameters if p in tags])
+    symbol = unit_symbol(function, [tag] if stored in kinds else [])
     llvm.add_symbol(symbol, result.address)
     return result
 

@@ -14,6 +14,7 @@ import torch
 from pagedllm_kernels.numba_cpu import layout as at
 from pagedllm_kernels.numba_cpu.compiler import compile_soon
 from pagedllm_kernels.numba_cpu.program import AttentionShape, Job, operation
+from pagedllm_kernels.quantized import GROUP, QuantizedWeight
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,22 +29,19 @@ rows, 49 at 8 and 65 at 12 without packing, and 59 from 1 to 16 with it."""
 SPLIT_ROWS = 3
 """Rows from which their products are bound by arithmetic rather than by reading the weights."""
 
-_FUNCTIONS = {
-    torch.float32: "model_f32",
-    torch.bfloat16: "model_bf16",
-    torch.float16: "model_f16",
-}
+_TAGS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 _ACTIVATIONS = {"silu": at.SILU, "gelu_tanh": at.GELU_TANH, "gelu": at.GELU}
 _MAX_WINDOWS = 6  # different ones, each with a list of attention's tasks
-# Buffers: the residual stream and two outputs of products, float32; activations; logits.
-_X, _QKV, _OUT, _H, _ATTENDED, _INNER, _LAST, _PACKED, _LOGITS = range(
-    at.TASKS + _MAX_WINDOWS, at.TASKS + _MAX_WINDOWS + 9
+# Buffers: the residual stream and two outputs of products, float32; activations, also packed or
+# in int8 with their factors; logits.
+_X, _QKV, _OUT, _H, _ATTENDED, _INNER, _LAST, _PACKED, _FACTORS, _LOGITS = range(
+    at.TASKS + _MAX_WINDOWS, at.TASKS + _MAX_WINDOWS + 10
 )
 
 
 def refusal(spec: Any, dtype: torch.dtype) -> str | None:
     """Return why a decoder cannot be compiled, or None when it can."""
-    if dtype not in _FUNCTIONS:
+    if dtype not in _TAGS:
         return f"its weights are {dtype}"
     if any(spec.sparse_layers):
         return "it has experts"
@@ -56,10 +54,14 @@ def refusal(spec: Any, dtype: torch.dtype) -> str | None:
     return f"its width {odd[0]} is no multiple of {at.LANES}" if odd else None
 
 
-def compile_ahead(spec: Any, dtype: torch.dtype) -> None:
+def compile_ahead(spec: Any, dtype: torch.dtype, quantized: bool = False) -> None:
     """Start to compile what a decoder will need, in a thread beside the loading of weights."""
     if refusal(spec, dtype) is None:
-        compile_soon(_FUNCTIONS[dtype])
+        compile_soon(_function(dtype, quantized))
+
+
+def _function(dtype: torch.dtype, quantized: bool) -> str:
+    return f"{'quantized' if quantized else 'model'}_{_TAGS[dtype]}"
 
 
 class CompiledDecoder:
@@ -83,9 +85,10 @@ class CompiledDecoder:
         self._windows = list(dict.fromkeys(spec.windows))
         self._kept: list[tuple[torch.Tensor, float, torch.Tensor]] = []
         self._versions = -1
-        self._units = 0
+        self._units = self._groups = 0
         records = self._records()
-        self._job = Job(team, _FUNCTIONS[self._dtype], records, FEW_ROWS, SPLIT_ROWS)
+        function = _function(self._dtype, self._groups > 0)
+        self._job = Job(team, function, records, FEW_ROWS, SPLIT_ROWS)
         codes = self._job.operations[:, at.CODE]
         self._writes, self._attends = (codes == code for code in (at.WRITE, at.ATTEND))
         self._cache: Sequence[LayerCache] | None = None
@@ -136,7 +139,9 @@ class CompiledDecoder:
         ):
             job.reserve(buffer, room * width)
         job.reserve(_LAST, max(rows, 2 * SPLIT_ROWS) * spec.hidden_size * size)
-        job.reserve(_PACKED, (max(tokens, rows) + at.LANES) * self._units * 4)
+        lines = max(tokens, rows) + at.LANES
+        job.reserve(_PACKED, lines * max(self._units * 4, self._groups * GROUP))
+        job.reserve(_FACTORS, lines * self._groups * 8)
         job.run()
         return out, job.floats(_X, (tokens, spec.hidden_size))
 
@@ -186,6 +191,11 @@ class CompiledDecoder:
             at.E_OUT_STRIDE: spec.hidden_size * 4,
             at.E_SCALE: float(spec.embedding_scale),
         }
+        if isinstance(weights.embedding, QuantizedWeight):
+            embed[at.E_BITS] = weights.embedding.bits
+            embed[at.E_SCALES] = weights.embedding.scales.data_ptr()
+            embed[at.E_PANEL] = weights.embedding.data.stride(0)
+            self._groups = 1
         records.append(operation(at.EMBED, embed))
         for i, layer in enumerate(weights.layers):
             records += self._norm(_X, _H, layer.attention_norm, spec.hidden_size)
@@ -225,7 +235,7 @@ class CompiledDecoder:
     def _linear(
         self,
         source: int,
-        weight: torch.Tensor,
+        weight: torch.Tensor | QuantizedWeight,
         bias: Any,
         target: int,
         mode: int,
@@ -233,26 +243,11 @@ class CompiledDecoder:
         rows_at: int = at.NUM_TOKENS,
     ) -> list[list[int]]:
         size, width = weight.shape
-        units = width * self._itemsize // 4
-        self._units = max(self._units, units)
         if mode == at.GATED:
             size //= 2
-        pack: Fields = {
-            at.P_ROWS_AT: rows_at,
-            at.P_IN_AT: source,
-            at.P_IN_STRIDE: units * 4,
-            at.P_UNITS: units,
-            at.P_OUT_AT: _PACKED,
-        }
         fields: Fields = {
             at.L_ROWS_AT: rows_at,
-            at.L_WEIGHT: _matrix(weight),
-            at.L_STRIDE: weight.stride(0) * self._itemsize,
             at.L_SIZE: size,
-            at.L_UNITS: units,
-            at.L_IN_AT: source,
-            at.L_IN_STRIDE: units * 4,
-            at.L_PACKED_AT: _PACKED,
             at.L_BIAS: self._floats(bias),
             at.L_OUT_AT: target,
             at.L_OUT_STRIDE: size * (self._itemsize if mode == at.GATED else 4),
@@ -261,9 +256,53 @@ class CompiledDecoder:
             at.L_CAP: 0.0,
             at.L_ACTIVATION: _ACTIVATIONS[self._spec.activation],
         }
-        return [operation(at.PACK, pack), operation(at.LINEAR, fields | (changes or {}))]
+        fields |= changes or {}
+        if isinstance(weight, QuantizedWeight):
+            return self._quantized(source, weight, fields)
+        units = width * self._itemsize // 4
+        self._units = max(self._units, units)
+        pack: Fields = {
+            at.P_ROWS_AT: rows_at,
+            at.P_IN_AT: source,
+            at.P_IN_STRIDE: units * 4,
+            at.P_UNITS: units,
+            at.P_OUT_AT: _PACKED,
+        }
+        fields |= {
+            at.L_WEIGHT: _matrix(weight),
+            at.L_STRIDE: weight.stride(0) * self._itemsize,
+            at.L_UNITS: units,
+            at.L_IN_AT: source,
+            at.L_IN_STRIDE: units * 4,
+            at.L_PACKED_AT: _PACKED,
+        }
+        return [operation(at.PACK, pack), operation(at.LINEAR, fields)]
 
-    def _branch(self, source: int, weight: torch.Tensor, bias: Any, norm: Any) -> list[list[int]]:
+    def _quantized(self, source: int, weight: QuantizedWeight, fields: Fields) -> list[list[int]]:
+        """Round activations and multiply quantised weights by them."""
+        width = weight.shape[1]
+        groups = -(-width // GROUP)
+        self._groups = max(self._groups, groups)
+        quantize: Fields = {
+            at.Q_ROWS_AT: fields[at.L_ROWS_AT],
+            at.Q_IN_AT: source,
+            at.Q_IN_STRIDE: width * self._itemsize,
+            at.Q_WIDTH: width,
+            at.Q_OUT_AT: _PACKED,
+            at.Q_FACTORS_AT: _FACTORS,
+        }
+        fields = fields | {
+            at.L_WEIGHT: weight.data_ptr(),
+            at.L_STRIDE: weight.data.stride(0),
+            at.L_UNITS: groups,
+            at.L_IN_AT: _PACKED,
+            at.L_FACTORS_AT: _FACTORS,
+            at.L_SCALES: weight.scales.data_ptr(),
+            at.L_BITS: weight.bits,
+        }
+        return [operation(at.QUANTIZE, quantize), operation(at.LINEAR_Q, fields)]
+
+    def _branch(self, source: int, weight: Any, bias: Any, norm: Any) -> list[list[int]]:
         """Add a product, normed where there is a norm, to the residual stream."""
         scale: Fields = {at.L_SCALE: float(self._spec.residual_scale)}
         if norm is None:

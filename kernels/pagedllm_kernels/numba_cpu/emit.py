@@ -6,12 +6,15 @@ one register for a vector, AVX2 two and Arm four.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llvmlite import ir
 
 from pagedllm_kernels.numba_cpu.features import FEATURES
 from pagedllm_kernels.numba_cpu.layout import LANES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 FLOAT = ir.FloatType()
@@ -132,3 +135,44 @@ def narrow(builder: Any, value: Any, tag: str) -> Any:
     nan = builder.fcmp_unordered("uno", value, value)
     rounded = builder.select(nan, builder.or_(bits, const(0x400000, VI)), rounded)
     return builder.trunc(builder.lshr(rounded, const(16, VI)), VH)
+
+
+def loop(
+    builder: Any, count: Any, values: list[Any], body: Callable[[Any, list[Any]], list[Any]]
+) -> list[Any]:
+    """Emit ``for i in range(count): values = body(i, values)``; return the last values."""
+    before = builder.block
+    inside, after = builder.append_basic_block(), builder.append_basic_block()
+    builder.cbranch(builder.icmp_signed(">", count, index(0)), inside, after)
+    builder.position_at_end(inside)
+    i = builder.phi(I64)
+    current = [builder.phi(value.type) for value in values]
+    changed = body(i, current)
+    following = builder.add(i, index(1))
+    end = builder.block
+    builder.cbranch(builder.icmp_signed("<", following, count), inside, after)
+    for phi, first, later in zip([i, *current], [index(0), *values], [following, *changed]):
+        phi.add_incoming(first, before)
+        phi.add_incoming(later, end)
+    builder.position_at_end(after)
+    results = []
+    for value, later in zip(values, changed):
+        phi = builder.phi(value.type)
+        phi.add_incoming(value, before)
+        phi.add_incoming(later, end)
+        results.append(phi)
+    return results
+
+
+def rows(builder: Any, base: Any, stride: Any, count: int, last: Any) -> list[Any]:
+    """Addresses of rows 0 to count - 1, none past row ``last``: those repeat it."""
+    addresses = []
+    for i in range(count):
+        row = builder.select(builder.icmp_signed("<", index(i), last), index(i), last)
+        addresses.append(builder.add(base, builder.mul(row, stride)))
+    return addresses
+
+
+def listed(builder: Any, address: Any, count: int) -> list[Any]:
+    """Addresses from a list of them."""
+    return [load(builder, builder.add(address, index(8 * j)), I64) for j in range(count)]

@@ -27,6 +27,8 @@ class Features:
     """``vdpbf16ps``: 32 bf16 products into 16 fp32 sums."""
     int8_dot: bool
     """``vpdpbusd``: 64 products of a uint8 and an int8 into 16 int32 sums."""
+    byte_shuffle: bool
+    """``vpshufb`` of 64 bytes: looks up 16 values."""
     yield_symbol: str | None
     """C function that gives the core to another thread."""
 
@@ -45,6 +47,7 @@ def detect() -> Features:
         wide=x86 and "avx512f" in host,
         bf16_dot=x86 and {"avx512f", "avx512bf16", "avx512vl"} <= host,
         int8_dot=x86 and {"avx512f", "avx512vnni"} <= host,
+        byte_shuffle=x86 and {"avx512f", "avx512bw"} <= host,
         yield_symbol="sched_yield" if os.name == "posix" and sys.platform != "win32" else None,
     )
 

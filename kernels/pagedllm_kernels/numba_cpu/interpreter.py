@@ -19,12 +19,17 @@ from pagedllm_kernels.numba_cpu.attend import attend
 from pagedllm_kernels.numba_cpu.layout import LANES, LINE
 from pagedllm_kernels.numba_cpu.linear import linear, linear_tasks
 from pagedllm_kernels.numba_cpu.plan import plan
-from pagedllm_kernels.numba_cpu.rows import EMBED_ROWS, NORM_ROWS, embed, norm, pack, quantize
+from pagedllm_kernels.numba_cpu.quantized import (
+    embed_quantized,
+    linear_quantized,
+    quantize,
+    quantized_tasks,
+)
+from pagedllm_kernels.numba_cpu.rows import EMBED_ROWS, NORM_ROWS, embed, norm, pack
 from pagedllm_kernels.numba_cpu.simd import (
     BF16,
     F16,
     F32,
-    S8,
     fetch_add,
     field,
     give_way,
@@ -36,18 +41,20 @@ from pagedllm_kernels.numba_cpu.simd import (
 from pagedllm_kernels.numba_cpu.write import WRITE_ROWS, write
 
 # What is compiled on its own, each after what it calls. A unit's ``atag`` is how activations
-# are stored, its ``wtag`` how weights are.
+# are stored.
 ATTENTION_UNITS = ("write", "plan", "_scores", "_softmax", "_values", "_block", "attend")
-MODEL_UNITS = ("embed", "norm", "pack")
-LINEAR_UNITS = ("_finish", "_product", "_linear_few", "_linear_many")
+MODEL_UNITS = ("embed", "norm", "pack", "finish", "_product", "_linear_few", "_linear_many")
+QUANTIZED_UNITS = ("embed_quantized", "quantize", "linear_quantized")
 
 
 @jit
 def _tasks(op: int, job: int) -> int:
     """Return the number of tasks of an operation."""
     code = field(op, at.CODE)
-    if code in (at.LINEAR, at.LINEAR_I8):
+    if code == at.LINEAR:
         return linear_tasks(op, job)
+    if code == at.LINEAR_Q:
+        return quantized_tasks(op, job)
     if code == at.PACK:
         rows = via(job, op, at.P_ROWS_AT)
         return 0 if rows < field(job, at.FEW_ROWS) else (rows + LANES - 1) // LANES
@@ -66,7 +73,9 @@ def _tasks(op: int, job: int) -> int:
 
 
 @jit
-def _run_task(op: int, job: int, task: int, scratch: int, model: Any, int8: Any, atag: Any) -> None:
+def _run_task(
+    op: int, job: int, task: int, scratch: int, model: Any, quantized: Any, atag: Any
+) -> None:
     code = field(op, at.CODE)
     if code == at.WRITE:
         write(op, job, task, scratch, atag)
@@ -76,22 +85,25 @@ def _run_task(op: int, job: int, task: int, scratch: int, model: Any, int8: Any,
         plan(op, job)
     if model is not None:
         if code == at.LINEAR:
-            linear(op, job, task, scratch, atag, atag)
+            linear(op, job, task, scratch, atag)
         elif code == at.PACK:
             pack(op, job, task, scratch)
         elif code == at.NORM:
             norm(op, job, task, atag)
         elif code == at.EMBED:
-            embed(op, job, task, atag)
-    if int8 is not None:
-        if code == at.LINEAR_I8:
-            linear(op, job, task, scratch, int8, atag)
+            if field(op, at.E_BITS) == 0:
+                embed(op, job, task, atag)
+            elif quantized is not None:
+                embed_quantized(op, job, task, EMBED_ROWS)
+    if quantized is not None:
+        if code == at.LINEAR_Q:
+            linear_quantized(op, job, task, scratch, atag)
         elif code == at.QUANTIZE:
             quantize(op, job, task, atag)
 
 
 @jit
-def _run(job: int, model: Any, int8: Any, atag: Any) -> None:
+def _run(job: int, model: Any, quantized: Any, atag: Any) -> None:
     """Take part in a program.
 
     ``SYNC`` points to zeros: a thread counter, then per operation a line for the tasks done
@@ -115,7 +127,7 @@ def _run(job: int, model: Any, int8: Any, atag: Any) -> None:
             while load_acquire(counter) < size:
                 task = fetch_add(counter, 1)
                 if task < size:
-                    _run_task(op, job, low + task, scratch, model, int8, atag)
+                    _run_task(op, job, low + task, scratch, model, quantized, atag)
                     done += 1
         if done:
             fetch_add(done_at, done)
@@ -162,11 +174,16 @@ def model_f16(job: int) -> None:
     _run(job, True, None, F16)
 
 
-def int8_bf16(job: int) -> None:
-    """A decoder's step with weights in int8, all or some."""
-    _run(job, True, S8, BF16)
+def quantized_f32(job: int) -> None:
+    """A decoder's step with quantised weights, all or some."""
+    _run(job, True, True, F32)
 
 
-def int8_f32(job: int) -> None:
-    """A decoder's step with weights in int8, all or some."""
-    _run(job, True, S8, F32)
+def quantized_bf16(job: int) -> None:
+    """A decoder's step with quantised weights, all or some."""
+    _run(job, True, True, BF16)
+
+
+def quantized_f16(job: int) -> None:
+    """A decoder's step with quantised weights, all or some."""
+    _run(job, True, True, F16)

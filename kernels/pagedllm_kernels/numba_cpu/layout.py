@@ -26,32 +26,32 @@ FEW_ROWS = 18  # row counts below it go through inner tiles, others through oute
 SPLIT_ROWS = 19  # row counts below it are kept in two rows each
 PARTIALS = 20  # of attention split along the context
 SPINS = 21  # waiting loops before a thread gives its core away
-TILES, TILES_I8 = 22, 23  # addresses of tiles, by number: of this storage type, and of int8
+TILES = 22  # addresses of tiles, by number
 QUERIES, TASKS = 24, 25  # attention's buffers; a program decides what follows
 JOB_SIZE = 64
 
 # --- operations --------------------------------------------------------------------------------
 CODE = 0
-EMBED, NORM, QUANTIZE, PACK, LINEAR, LINEAR_I8, WRITE, PLAN, ATTEND = range(1, 10)
+EMBED, NORM, QUANTIZE, PACK, LINEAR, LINEAR_Q, WRITE, PLAN, ATTEND = range(1, 10)
 
-# EMBED: out[t] = table[token_ids[t]] * scale
-E_TABLE, E_WIDTH, E_OUT_AT, E_OUT_STRIDE, E_SCALE, E_ROW_SCALES = range(1, 7)
+# EMBED: out[t] = table[token_ids[t]] * scale; bits, scales and panel bytes of a quantised table
+E_TABLE, E_WIDTH, E_OUT_AT, E_OUT_STRIDE, E_SCALE, E_BITS, E_SCALES, E_PANEL = range(1, 9)
 
 # NORM: rows of ``in`` (through an index when there is one) scaled to a root mean square of 1
 N_ROWS_AT, N_IN_AT, N_IN_OFFSET, N_IN_STRIDE, N_INDEX_AT = range(1, 6)
 N_OUT_AT, N_OUT_OFFSET, N_OUT_STRIDE, N_WIDTH, N_WEIGHT, N_MODE, N_EPS, N_SCALE = range(6, 14)
 STORE, STORE_F32, ADD = range(3)  # modes: as activations, as float32, added to float32 * scale
 
-# QUANTIZE: rows of activations to uint8, each with a float32 factor
-Q_ROWS_AT, Q_IN_AT, Q_IN_STRIDE, Q_WIDTH, Q_OUT_AT, Q_OUT_STRIDE, Q_SCALES_AT = range(1, 8)
+# QUANTIZE: rows of activations to int8; per group of them a float32 factor and an int32 start
+Q_ROWS_AT, Q_IN_AT, Q_IN_STRIDE, Q_WIDTH, Q_OUT_AT, Q_FACTORS_AT = range(1, 7)
 
 # PACK: panels of 16 rows, [units, 16], for outer tiles
 P_ROWS_AT, P_IN_AT, P_IN_STRIDE, P_UNITS, P_OUT_AT = range(1, 6)
 
-# LINEAR and LINEAR_I8
+# LINEAR; and LINEAR_Q, whose stride is that of panels and whose units are groups
 L_ROWS_AT, L_WEIGHT, L_STRIDE, L_SIZE, L_UNITS, L_IN_AT, L_IN_STRIDE, L_PACKED_AT = range(1, 9)
 L_BIAS, L_OUT_AT, L_OUT_STRIDE, L_MODE, L_SCALE, L_CAP, L_ACTIVATION = range(9, 16)
-L_ROW_SCALES_AT, L_SCALES, L_OFFSETS = range(16, 19)  # of int8: see ``linear``
+L_FACTORS_AT, L_SCALES, L_BITS = range(16, 19)  # of LINEAR_Q: see ``quantized``
 # modes besides STORE_F32 and ADD: activation(gate) * up, as activations; logits
 GATED, LOGITS = 3, 4
 SILU, GELU_TANH, GELU = range(3)
@@ -90,11 +90,12 @@ I_W, I_W_STRIDE, I_W_LAST, I_X, I_X_STRIDE, I_X_LAST, I_UNITS, I_OUT, I_OUT_STRI
 V_P, V_P_STRIDE, V_LIST, V_PAGES, V_UNITS, V_LAST_UNITS, V_LAST_MASK = range(7)
 V_OFFSET, V_STRIDE, V_C, V_C_STRIDE = range(7, 11)
 X_SOURCE, X_STRIDE, X_LAST, X_TARGET, X_TARGET_STRIDE = range(5)
+G_A, G_A_STRIDE, G_A_LAST, G_FACTORS, G_FACTOR_STRIDE, G_LIST, G_GROUPS, G_C, G_C_STRIDE = range(9)
 
 # Numbers of tiles, to which the rows are added, or for MANY the columns and for FEW log2 of
 # the rows of the input.
 MANY, FIRST, REST, WEIGH_FIRST, WEIGH_REST, WEIGH_ONE, FEW, TURN = 0, 4, 11, 18, 25, 32, 39, 43
-NUM_TILES = 44
+GROUPED_8, GROUPED_4, NUM_TILES = 44, 48, 52  # log2 of the rows is added, for many rows 3
 
 # --- blocks of attention -----------------------------------------------------------------------
 TILE_ROWS = 48  # queries times heads of the group in a task, unless the group alone is more
@@ -106,6 +107,8 @@ BLOCK = 32  # rows of weights in a task of many rows
 PANEL = 48  # rows of input in one pass over them
 GROUP = 192  # rows of input in a task
 MAX_FEW = 64  # rows that the scratch of few rows holds
+GROUP_ROWS = 48  # rows of quantised input in a task
+GROUP_BLOCK = 8  # groups of columns, which stay in the cache for all rows of a task
 RESULT_ROW = 2 * BLOCK * 4  # bytes of a row of results
 PANELS = 768  # addresses of panels
 WORK = 1024  # what is left for the operation

@@ -8,16 +8,12 @@ Few rows: dot products of two contiguous rows (``inner`` tiles), bound by readin
 Many rows: the input is packed into panels of 16 rows, and a tile multiplies numbers of the
 weights, broadcast, by vectors of 16 rows (``outer`` tiles), bound by arithmetic.
 
-int8 weights have a factor per row, and the input one per row of its own: with x the uint8
-that stands for ``(x - 128) * a`` and w the int8 that stands for ``w * b``, a product is
-``(sum of x * w - offset) * a * b``, where ``offset`` is 128 times the sum of a row of w.
+Products with quantised weights are in :mod:`quantized` and end here too.
 """
 
 from __future__ import annotations
 
 from typing import Any
-
-import numpy as np
 
 from pagedllm_kernels.numba_cpu import layout as at
 from pagedllm_kernels.numba_cpu.features import FEATURES
@@ -37,7 +33,6 @@ from pagedllm_kernels.numba_cpu.simd import (
     fetch,
     field,
     fma,
-    get,
     itemsize,
     jit,
     real,
@@ -56,7 +51,6 @@ WIDE = FEATURES.wide
 
 FEW_BYTES = 24576  # of weights in a task of few rows
 _START = 1024  # bytes to fetch where a stream of weights will go on
-_LOW = np.float32(1.0 / 254.0)  # factor of the second of two int8 rows
 
 
 @jit
@@ -79,21 +73,16 @@ def _few_block(op: int) -> int:
 
 
 @jit
-def linear(op: int, job: int, task: int, scratch: int, wtag: Any, atag: Any) -> None:
+def linear(op: int, job: int, task: int, scratch: int, atag: Any) -> None:
     """Run one task of a product."""
     if via(job, op, at.L_ROWS_AT) < field(job, at.FEW_ROWS):
-        _linear_few(op, job, task, scratch, wtag, atag)
+        _linear_few(op, job, task, scratch, atag)
     else:
-        _linear_many(op, job, task, scratch, wtag, atag)
-
-
-@jit
-def _tiles(job: int, tag: Any) -> int:
-    return field(job, at.TILES_I8 if itemsize(tag) == 1 else at.TILES)
+        _linear_many(op, job, task, scratch, atag)
 
 
 @unit
-def _linear_few(op: int, job: int, task: int, scratch: int, wtag: Any, atag: Any) -> None:
+def _linear_few(op: int, job: int, task: int, scratch: int, atag: Any) -> None:
     rows = via(job, op, at.L_ROWS_AT)
     size = field(op, at.L_SIZE)
     stride = field(op, at.L_STRIDE)
@@ -113,16 +102,16 @@ def _linear_few(op: int, job: int, task: int, scratch: int, wtag: Any, atag: Any
             place = weight + half * size * stride
             for i in range(0, min(BLOCK, size - n), LANES):
                 _dot_rows(op, job, args, place + i * stride, size - 1 - n - i,
-                          scratch + RESULT + 4 * (half * BLOCK + i), wtag)  # fmt: skip
-        lines = strands(job, rows, wtag)
-        _finish(op, job, 0, rows, n, scratch + RESULT, lines, wtag, atag)
+                          scratch + RESULT + 4 * (half * BLOCK + i), atag)  # fmt: skip
+        lines = strands(job, rows, atag)
+        finish(op, job, 0, rows, n, scratch + RESULT, lines, atag)
 
 
 @jit
-def _dot_rows(op: int, job: int, args: int, weight: int, last: int, result: int, wtag: Any) -> None:
+def _dot_rows(op: int, job: int, args: int, weight: int, last: int, result: int, atag: Any) -> None:
     """Multiply 16 rows of weights, of which ``last`` is the last, by all rows of the input."""
     rows = via(job, op, at.L_ROWS_AT)
-    rows *= strands(job, rows, wtag)
+    rows *= strands(job, rows, atag)
     stride = field(op, at.L_STRIDE)
     for row in range(0, rows, 8):
         x_last = min(rows - row, 8) - 1
@@ -135,11 +124,11 @@ def _dot_rows(op: int, job: int, args: int, weight: int, last: int, result: int,
             set_field(args, at.I_W, weight + i * stride)
             set_field(args, at.I_W_LAST, last - i)
             set_field(args, at.I_OUT, result + row * RESULT_ROW + 4 * i)
-            run_tile(_tiles(job, wtag), at.FEW + power, args)
+            run_tile(field(job, at.TILES), at.FEW + power, args)
 
 
 @unit
-def _linear_many(op: int, job: int, task: int, scratch: int, wtag: Any, atag: Any) -> None:
+def _linear_many(op: int, job: int, task: int, scratch: int, atag: Any) -> None:
     rows = via(job, op, at.L_ROWS_AT)
     groups = (rows + GROUP - 1) // GROUP
     n = task // groups * BLOCK
@@ -168,14 +157,14 @@ def _linear_many(op: int, job: int, task: int, scratch: int, wtag: Any, atag: An
     for m in range(first, min(first + GROUP, rows), PANEL):
         for half in range(halves):
             ahead = following + half * following_far if m == first else 0
-            _product(op, job, scratch, weight + half * far, count, m, half, ahead, wtag)
-        _finish(op, job, m, min(PANEL, rows - m), n, scratch + RESULT, 1, wtag, atag)
+            _product(op, job, scratch, weight + half * far, count, m, half, ahead, atag)
+        finish(op, job, m, min(PANEL, rows - m), n, scratch + RESULT, 1, atag)
 
 
 @unit
 def _product(
     op: int, job: int, scratch: int, weight: int, count: int, m: int, half: int,
-    following: int, wtag: Any,
+    following: int, atag: Any,
 ) -> None:  # fmt: skip
     """Multiply ``count`` rows of weights by up to PANEL rows of input, into the results.
 
@@ -202,7 +191,7 @@ def _product(
         for j in range(0, panels, columns):
             set_field(args, at.O_LIST, scratch + at.PANELS + 8 * j)
             set_field(args, at.O_C, turned + i * PANEL * 4 + j * at.LINE)
-            run_tile(_tiles(job, wtag), at.MANY + columns, args)
+            run_tile(field(job, at.TILES), at.MANY + columns, args)
     args = scratch + at.MORE_ARGS
     set_field(args, at.X_STRIDE, PANEL * 4)
     set_field(args, at.X_LAST, LANES - 1)
@@ -216,10 +205,9 @@ def _product(
 
 
 @unit
-def _finish(
-    op: int, job: int, first: int, rows: int, n: int, result: int, lines: int, wtag: Any,
-    atag: Any,
-) -> None:  # fmt: skip
+def finish(
+    op: int, job: int, first: int, rows: int, n: int, result: int, lines: int, atag: Any
+) -> None:
     """Apply what follows a product to a block of its results and store them.
 
     Args:
@@ -230,7 +218,6 @@ def _finish(
         n: the column that the first of up to BLOCK columns belongs to.
         result: float32 [rows, 2 * BLOCK]; of a gated product, gates and then up projections.
         lines: of results to a row; they are added up.
-        wtag: how weights are stored.
         atag: how activations are stored.
     """
     mode = field(op, at.L_MODE)
@@ -243,15 +230,15 @@ def _finish(
     width = itemsize(atag) if mode == at.GATED else 4
     out_lines = strands(job, via(job, op, at.L_ROWS_AT), atag) if mode == at.GATED else 1
     target = via(job, op, at.L_OUT_AT) + first * stride + n * width
-    for row in range(first, first + rows):
+    for _ in range(rows):
         for i in range(0, min(BLOCK, size - n), LANES):
             count = min(LANES, size - n - i)
             out = target + i * width
-            v = _result(op, job, result + 4 * i, lines, row, n + i, wtag)
+            v = _result(op, result + 4 * i, lines, n + i)
             if bias:
                 v = v + vload(bias + 4 * (n + i), F32)
             if mode == at.GATED:
-                u = _result(op, job, result + 4 * (BLOCK + i), lines, row, size + n + i, wtag)
+                u = _result(op, result + 4 * (BLOCK + i), lines, size + n + i)
                 if bias:
                     u = u + vload(bias + 4 * (size + n + i), F32)
                 v = activate(v, activation) * u
@@ -269,16 +256,11 @@ def _finish(
 
 
 @jit
-def _result(op: int, job: int, place: int, lines: int, row: int, n: int, wtag: Any) -> Vector:
+def _result(op: int, place: int, lines: int, n: int) -> Vector:
     """Return 16 results of a row from column n on, of one line or of two."""
     v = vload(place, F32)
-    if itemsize(wtag) == 1:
-        offset = vload(field(op, at.L_OFFSETS) + 4 * n, F32)
-        v = v - offset
-        if lines == 2:
-            v = fma(vload(place + RESULT_ROW, F32) - offset, splat(_LOW), v)
-        factor = splat(get(via(job, op, at.L_ROW_SCALES_AT) + 4 * row, F32))
-        return v * factor * vload(field(op, at.L_SCALES) + 4 * n, F32)
     if lines == 2:
         v = v + vload(place + RESULT_ROW, F32)
+    if field(op, at.L_SCALES):
+        v = v * vload(field(op, at.L_SCALES) + 4 * n, F32)
     return v

@@ -154,7 +154,7 @@ class Job:
         self.fields[at.SPLIT_ROWS] = split_rows
         self.fields[at.SPINS] = SPINS
         codes = self.operations[:, at.CODE]
-        products = self.operations[(codes == at.LINEAR) | (codes == at.LINEAR_I8), at.L_UNITS]
+        products = self.operations[(codes == at.LINEAR) | (codes == at.LINEAR_Q), at.L_UNITS]
         if len(products):
             self.reserve_scratch(linear_scratch_bytes(int(products.max())))
         self._address = self.fields.ctypes.data
@@ -223,7 +223,6 @@ class Job:
         if self._compiled is None:
             self._compiled = compiled(self._function)
             self.fields[at.TILES] = self._compiled.tiles.ctypes.data
-            self.fields[at.TILES_I8] = self._compiled.tiles_int8.ctypes.data
         self._sync.fill(0)
         self._team.run(self._compiled.address, self._address)
 

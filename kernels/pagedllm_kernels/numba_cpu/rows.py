@@ -1,4 +1,4 @@
-"""Operations on rows: embedding, norms, rounding to int8, packing; and functions of vectors.
+"""Operations on rows: embedding, norms, packing; and functions of vectors.
 
 Owner: numba_cpu. Widths of the rows are multiples of 16 numbers.
 """
@@ -13,18 +13,14 @@ from pagedllm_kernels.numba_cpu import layout as at
 from pagedllm_kernels.numba_cpu.layout import LANES
 from pagedllm_kernels.numba_cpu.simd import (
     F32,
-    S8,
     copy,
     copysign,
     field,
     fma,
-    get,
-    hmax,
     hsum,
     itemsize,
     jit,
     load64,
-    put,
     real,
     round_even,
     rounded,
@@ -39,7 +35,6 @@ from pagedllm_kernels.numba_cpu.simd import (
     vmin,
     vstore,
     vstore_some,
-    vstore_uint8,
 )
 
 Vector = Any  # annotates a value of 16 floats
@@ -68,8 +63,6 @@ _ERF_2 = np.float32(-0.284496736)
 _ERF_3 = np.float32(1.421413741)
 _ERF_4 = np.float32(-1.453152027)
 _ERF_5 = np.float32(1.061405429)
-_INT8_MAX = np.float32(127.0)
-_INT8_STEPS = np.float32(254.0)  # of what rounding to int8 leaves, at most half a step
 
 
 @jit
@@ -148,21 +141,14 @@ def store_activation(
 def embed(op: int, job: int, task: int, atag: Any) -> None:
     """``out[t] = table[token_ids[t]] * scale`` for ``EMBED_ROWS`` rows."""
     width = field(op, at.E_WIDTH)
-    factors = field(op, at.E_ROW_SCALES)
-    size = itemsize(S8) if factors else itemsize(atag)
+    scale = splat(real(op, at.E_SCALE))
     first = task * EMBED_ROWS
     for t in range(first, min(first + EMBED_ROWS, field(job, at.NUM_TOKENS))):
         token = load64(field(job, at.TOKEN_IDS) + 8 * t)
-        source = field(op, at.E_TABLE) + token * width * size
+        source = field(op, at.E_TABLE) + token * width * itemsize(atag)
         target = via(job, op, at.E_OUT_AT) + t * field(op, at.E_OUT_STRIDE)
-        scale = real(op, at.E_SCALE)
-        if factors:
-            scale *= get(factors + 4 * token, F32)
-            for i in range(0, width, LANES):
-                vstore(vload(source + i, S8) * splat(scale), target + 4 * i, F32)
-        else:
-            for i in range(0, width, LANES):
-                vstore(vload(source + i * size, atag) * splat(scale), target + 4 * i, F32)
+        for i in range(0, width, LANES):
+            vstore(vload(source + i * itemsize(atag), atag) * scale, target + 4 * i, F32)
 
 
 @unit
@@ -203,43 +189,6 @@ def norm(op: int, job: int, task: int, atag: Any) -> None:
                 vstore(y, target + 4 * i, F32)
             else:
                 vstore(fma(y, scale, vload(target + 4 * i, F32)), target + 4 * i, F32)
-
-
-@unit
-def quantize(op: int, job: int, task: int, atag: Any) -> None:
-    """Round ``NORM_ROWS`` rows of activations to uint8 around 128, each by its own factor.
-
-    Where a row is kept in two, the second is what rounding took from the first, in 254 steps
-    of it.
-    """
-    width = field(op, at.Q_WIDTH)
-    rows = via(job, op, at.Q_ROWS_AT)
-    in_lines, lines = strands(job, rows, atag), strands(job, rows, S8)
-    in_stride, out_stride = field(op, at.Q_IN_STRIDE), field(op, at.Q_OUT_STRIDE)
-    first = task * NORM_ROWS
-    for row in range(first, min(first + NORM_ROWS, rows)):
-        source = via(job, op, at.Q_IN_AT) + row * in_lines * in_stride
-        target = via(job, op, at.Q_OUT_AT) + row * lines * out_stride
-        most = splat(ZERO)
-        for i in range(0, width, LANES):
-            x = _activation(source + itemsize(atag) * i, in_lines, in_stride, atag)
-            most = vmax(most, copysign(x, splat(ONE)))
-        top = hmax(most)
-        inverse = _INT8_MAX / top if top > ZERO else ZERO
-        put(top / _INT8_MAX, via(job, op, at.Q_SCALES_AT) + 4 * row, F32)
-        for i in range(0, width, LANES):
-            x = _activation(source + itemsize(atag) * i, in_lines, in_stride, atag) * splat(inverse)
-            whole = round_even(x)
-            vstore_uint8(whole, target + i)
-            if lines == 2:
-                rest = round_even((x - whole) * splat(_INT8_STEPS))
-                vstore_uint8(rest, target + out_stride + i)
-
-
-@jit
-def _activation(place: int, lines: int, stride: int, tag: Any) -> Vector:
-    x = vload(place, tag)
-    return x + vload(place + stride, tag) if lines == 2 else x
 
 
 @unit

@@ -55,7 +55,7 @@ def unit(function: _Fn) -> _Fn:
     """Compile on its own, by :mod:`compiler`; Numba code calls it through a symbol.
 
     What Numba code calls otherwise is optimised anew in every function around it. Parameters
-    are addresses and numbers, int64, but for tags, which are named ``wtag`` and ``atag``.
+    are addresses and numbers, int64, but for a tag, which is named ``atag``.
     """
     UNITS[function.__name__] = function
 
@@ -231,9 +231,6 @@ def vload(builder: Any, address: Any, tag: str) -> Any:
     """Load 16 numbers stored as ``tag``."""
     if tag == "f32":
         return emit.load(builder, address, VF)
-    if tag == "i8":
-        raw = emit.load(builder, address, ir.VectorType(I8, LANES), 1)
-        return builder.sitofp(builder.sext(raw, VI), VF)
     return emit.widen(builder, emit.load(builder, address, VH, 2), tag)
 
 
@@ -270,10 +267,22 @@ def rounded(builder: Any, value: Any, tag: str) -> Any:
 
 
 @emits(NONE, VEC, INT)
-def vstore_uint8(builder: Any, value: Any, address: Any) -> None:
-    """Store 16 whole numbers from -128 to 127 as uint8, plus 128."""
-    whole = builder.add(builder.fptosi(value, VI), const(128, VI))
+def vstore_int8(builder: Any, value: Any, address: Any) -> None:
+    """Store 16 whole numbers from -128 to 127 as int8."""
+    whole = builder.fptosi(value, VI)
     emit.store(builder, builder.trunc(whole, ir.VectorType(I8, LANES)), address, 1)
+
+
+@emits(NONE, REAL, INT)
+def put_int(builder: Any, value: Any, address: Any) -> None:
+    """Store a whole number as an int32."""
+    emit.store(builder, builder.fptosi(value, I32), address)
+
+
+@emits(INT, INT)
+def get_byte(builder: Any, address: Any) -> Any:
+    """Load a uint8."""
+    return builder.zext(emit.load(builder, address, I8, 1), I64)
 
 
 @emits(REAL, INT, TAG)

@@ -7,6 +7,7 @@ unit into the 16 lanes of a sum; every tile is a loop around it whose sums stay 
 - ``inner``: rows times rows, both contiguous along the sum; for few rows.
 - ``outer``: numbers of the one operand times vectors of 16 columns of the other; for many
   rows, and for queries times keys.
+- ``grouped``: the same for quantised numbers, whose sums are scaled group by group.
 - ``weigh``: the same for probabilities times values, through a list of pages.
 - ``transpose``: 16 by 16 units.
 
@@ -19,7 +20,7 @@ which would optimise them anew in every function around them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llvmlite import ir
 
@@ -36,18 +37,19 @@ from pagedllm_kernels.numba_cpu.emit import (
     fma,
     index,
     lanes_below,
+    listed,
     load,
+    loop,
     masked_load,
     prefetch,
+    rows,
     splat,
     store,
     widen,
 )
 from pagedllm_kernels.numba_cpu.features import FEATURES
+from pagedllm_kernels.numba_cpu.grouped import grouped
 from pagedllm_kernels.numba_cpu.layout import LANES, LINE
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ class Tile:
     rows: int
     columns: int
     tag: str
-    """``f32``, ``bf16``, ``f16`` or ``i8`` (uint8 times int8)."""
+    """``f32``, ``bf16`` or ``f16``; ``i8`` or ``i4`` of a grouped one's weights."""
     extra: int = 0
 
     @property
@@ -71,6 +73,7 @@ _AHEAD = 8192  # bytes of weights to fetch ahead: past the page at which the pro
 # With 16 registers of 8 floats, tiles have one column and at most four rows.
 COLUMNS, MAX_ROWS = (4, 6) if FEATURES.wide else (1, 4)
 _MANY = ((16, 1), (8, 2), (8, 3)) if FEATURES.wide else ((4, 1),)
+GROUPED_ROWS, GROUPED_COLUMNS = (8, 2) if FEATURES.wide else (2, 2)
 
 
 def linear_tiles(tag: str) -> dict[int, Tile]:
@@ -78,6 +81,15 @@ def linear_tiles(tag: str) -> dict[int, Tile]:
     tiles = {at.MANY + n: Tile("outer", m, n, tag, 1) for m, n in _MANY}
     tiles |= {at.FEW + i: Tile("inner", 16 >> i, 1 << i, tag) for i in range(4)}
     return tiles | {at.TURN: Tile("transpose", 16, 16, "f32")}
+
+
+def grouped_tiles() -> dict[int, Tile]:
+    """Return the tiles that products with quantised weights use, by number."""
+    tiles: dict[int, Tile] = {}
+    for first, tag in ((at.GROUPED_8, "i8"), (at.GROUPED_4, "i4")):
+        tiles |= {first + i: Tile("grouped", 1 << i, 2, tag) for i in range(3)}
+        tiles[first + 3] = Tile("grouped", GROUPED_ROWS, GROUPED_COLUMNS, tag, 1)
+    return tiles
 
 
 def attention_tiles(tag: str) -> dict[int, Tile]:
@@ -110,15 +122,13 @@ def _dot(builder: Any, tag: str, total: Any, a: Any, b: Any) -> Any:
 
     Args:
         builder: where to emit.
-        tag: how the numbers are stored; i8 means uint8 in ``a`` and int8 in ``b``.
-        total: <16 x float>, or <16 x i32> for i8.
+        tag: how the numbers are stored.
+        total: <16 x float>.
         a: <16 x i32>, 16 units.
         b: <16 x i32>, 16 units.
     """
     if tag == "f32":
         return fma(builder, builder.bitcast(a, VF), builder.bitcast(b, VF), total)
-    if tag == "i8":
-        return _dot_int8(builder, total, a, b)
     if tag == "bf16" and FEATURES.bf16_dot:
         name = "llvm.x86.avx512bf16.dpbf16ps.512"
         return call(builder, name, VF, [total, builder.bitcast(a, VB), builder.bitcast(b, VB)])
@@ -137,65 +147,6 @@ def _halves(builder: Any, tag: str, unit: Any) -> tuple[Any, Any]:
     return widen(builder, first, tag), widen(builder, second, tag)
 
 
-def _dot_int8(builder: Any, total: Any, a: Any, b: Any) -> Any:
-    if FEATURES.int8_dot:
-        return call(builder, "llvm.x86.avx512.vpdpbusd.512", VI, [total, a, b])
-    for shift in (0, 8, 16, 24):
-        left = builder.and_(builder.lshr(a, const(shift, VI)), const(0xFF, VI))
-        right = builder.ashr(builder.shl(b, const(24 - shift, VI)), const(24, VI))
-        total = builder.add(total, builder.mul(left, right))
-    return total
-
-
-def _zeros(tile: Tile) -> list[Any]:
-    zero = const(0, VI) if tile.tag == "i8" else const(0.0)
-    return [zero] * (tile.rows * tile.columns)
-
-
-def _floats(builder: Any, tile: Tile, sums: list[Any]) -> list[Any]:
-    return [builder.sitofp(s, VF) for s in sums] if tile.tag == "i8" else sums
-
-
-def _loop(
-    builder: Any, count: Any, values: list[Any], body: Callable[[Any, list[Any]], list[Any]]
-) -> list[Any]:
-    """Emit ``for i in range(count): values = body(i, values)``; return the last values."""
-    before = builder.block
-    inside, after = builder.append_basic_block(), builder.append_basic_block()
-    builder.cbranch(builder.icmp_signed(">", count, index(0)), inside, after)
-    builder.position_at_end(inside)
-    i = builder.phi(I64)
-    current = [builder.phi(value.type) for value in values]
-    changed = body(i, current)
-    following = builder.add(i, index(1))
-    end = builder.block
-    builder.cbranch(builder.icmp_signed("<", following, count), inside, after)
-    for phi, first, later in zip([i, *current], [index(0), *values], [following, *changed]):
-        phi.add_incoming(first, before)
-        phi.add_incoming(later, end)
-    builder.position_at_end(after)
-    results = []
-    for value, later in zip(values, changed):
-        phi = builder.phi(value.type)
-        phi.add_incoming(value, before)
-        phi.add_incoming(later, end)
-        results.append(phi)
-    return results
-
-
-def _rows(builder: Any, base: Any, stride: Any, count: int, last: Any) -> list[Any]:
-    """Addresses of rows 0 to count - 1, none past row ``last``: those repeat it."""
-    addresses = []
-    for i in range(count):
-        row = builder.select(builder.icmp_signed("<", index(i), last), index(i), last)
-        addresses.append(builder.add(base, builder.mul(row, stride)))
-    return addresses
-
-
-def _listed(builder: Any, address: Any, count: int) -> list[Any]:
-    return [load(builder, builder.add(address, index(8 * j)), I64) for j in range(count)]
-
-
 # --- bodies ------------------------------------------------------------------------------------
 
 
@@ -208,9 +159,9 @@ def _outer(builder: Any, tile: Tile, args: list[Any]) -> None:
     """
     a, a_stride, a_last, b_list, b_stride, units, c, c_stride, ahead = args[:9]
     width = tile.columns
-    a_rows = _rows(builder, a, a_stride, tile.rows, a_last)
-    b_rows = _listed(builder, b_list, width)
-    ahead = [ahead] if tile.extra == 1 else _listed(builder, ahead, tile.extra - 1)
+    a_rows = rows(builder, a, a_stride, tile.rows, a_last)
+    b_rows = listed(builder, b_list, width)
+    ahead = [ahead] if tile.extra == 1 else listed(builder, ahead, tile.extra - 1)
 
     def body(u: Any, sums: list[Any]) -> list[Any]:
         offset = builder.mul(u, b_stride)
@@ -226,7 +177,7 @@ def _outer(builder: Any, tile: Tile, args: list[Any]) -> None:
                 changed.append(_dot(builder, tile.tag, total, b_units[j], unit))
         return changed
 
-    sums = _floats(builder, tile, _loop(builder, units, _zeros(tile), body))
+    sums = loop(builder, units, [const(0.0)] * (tile.rows * width), body)
     for i in range(tile.rows):
         target = builder.add(c, builder.mul(c_stride, index(i)))
         for j in range(width):
@@ -244,9 +195,9 @@ def _weigh(builder: Any, tile: Tile, args: list[Any]) -> None:
         args
     )
     width = tile.columns
-    targets = _rows(builder, c, c_stride, tile.rows, index(tile.rows))
+    targets = rows(builder, c, c_stride, tile.rows, index(tile.rows))
     places = [builder.add(row, index(LINE * j)) for row in targets for j in range(width)]
-    p_rows = _rows(builder, p, p_stride, tile.rows, index(tile.rows))
+    p_rows = rows(builder, p, p_stride, tile.rows, index(tile.rows))
     one = index(1)
 
     def page_at(number: Any) -> Any:
@@ -279,10 +230,10 @@ def _weigh(builder: Any, tile: Tile, args: list[Any]) -> None:
     def body(number: Any, sums: list[Any]) -> list[Any]:
         page = page_at(number)
         count = builder.select(builder.icmp_signed("==", number, last), rest, units)
-        return _loop(builder, count, sums, lambda u, s: add_unit(page, number, u, s))
+        return loop(builder, count, sums, lambda u, s: add_unit(page, number, u, s))
 
     start = [load(builder, place, VF) for place in places]
-    sums = _loop(builder, pages, start, body)
+    sums = loop(builder, pages, start, body)
     mask = splat(builder, builder.trunc(last_mask, I32), VI)
     sums = add_unit(page_at(last), last, rest, sums, mask)
     for value, place in zip(sums, places):
@@ -293,8 +244,8 @@ def _inner(builder: Any, tile: Tile, args: list[Any]) -> None:
     """``out[j, i] = sum over u of W[i, u] * X[j, u]``, 16 results; rows past the last repeat it."""
     w, w_stride, w_last, x, x_stride, x_last, units, out, out_stride = args[:9]
     height, width = tile.rows, tile.columns
-    sources = _rows(builder, w, w_stride, height, w_last)
-    inputs = _rows(builder, x, x_stride, width, x_last)
+    sources = rows(builder, w, w_stride, height, w_last)
+    inputs = rows(builder, x, x_stride, width, x_last)
     # Enough sums for the latency of a product; the weights are read as one stream, row after
     # row, since a processor fetches one stream ahead twice as fast as several.
     strands = max(1, 8 // width)
@@ -304,7 +255,6 @@ def _inner(builder: Any, tile: Tile, args: list[Any]) -> None:
     rest = builder.and_(units, index(LANES - 1))
     some = builder.select(builder.icmp_signed(">", rest, index(0)), index(1), index(0))
     valid = lanes_below(builder, rest)
-    zero = _zeros(tile)[0]
 
     def add_line(row: Any, at: Any, sums: list[Any], valid: Any = None) -> list[Any]:
         def units(source: Any) -> Any:
@@ -327,7 +277,7 @@ def _inner(builder: Any, tile: Tile, args: list[Any]) -> None:
                 changed += add_line(row, builder.add(at, index(LINE * k)), part)
             return changed
 
-        sums = _loop(builder, whole, [zero] * (strands * width), strand_lines)
+        sums = loop(builder, whole, [const(0.0)] * (strands * width), strand_lines)
         after = builder.mul(whole, index(LINE * strands))
 
         def line(i: Any, sums: list[Any], row: Any = row, after: Any = after) -> list[Any]:
@@ -336,12 +286,11 @@ def _inner(builder: Any, tile: Tile, args: list[Any]) -> None:
         def tail(i: Any, sums: list[Any], row: Any = row) -> list[Any]:
             return add_line(row, builder.shl(lines, index(6)), sums, valid)
 
-        first = _loop(builder, some, _loop(builder, left, sums[:width], line), tail)
+        first = loop(builder, some, loop(builder, left, sums[:width], line), tail)
         for k in range(1, strands):
             part = sums[k * width : (k + 1) * width]
-            combine = builder.add if tile.tag == "i8" else builder.fadd
-            first = [combine(s, t) for s, t in zip(first, part)]
-        results.append(_floats(builder, tile, first))
+            first = [builder.fadd(s, t) for s, t in zip(first, part)]
+        results.append(first)
     # Results of one row of X lie side by side.
     totals = _reduce(builder, [results[i][j] for j in range(width) for i in range(height)])
     undefined = ir.Constant(VF, ir.Undefined)
@@ -376,8 +325,7 @@ def _reduce(builder: Any, vectors: list[Any]) -> Any:
 def _transpose(builder: Any, tile: Tile, args: list[Any]) -> None:
     """``target[j, i] = source[i, j]`` for 16 by 16 units; rows past the last repeat it."""
     source, s_stride, s_last, target, t_stride = args[:5]
-    rows = _rows(builder, source, s_stride, LANES, s_last)
-    vectors = [load(builder, row, VI) for row in rows]
+    vectors = [load(builder, row, VI) for row in rows(builder, source, s_stride, LANES, s_last)]
     for bit in (1, 2, 4, 8):
         for i in range(LANES):
             if i & bit:
@@ -391,4 +339,10 @@ def _transpose(builder: Any, tile: Tile, args: list[Any]) -> None:
         store(builder, vector, builder.add(target, builder.mul(t_stride, index(j))))
 
 
-_BODIES = {"outer": _outer, "weigh": _weigh, "inner": _inner, "transpose": _transpose}
+_BODIES = {
+    "outer": _outer,
+    "grouped": grouped,
+    "weigh": _weigh,
+    "inner": _inner,
+    "transpose": _transpose,
+}
