@@ -140,7 +140,7 @@ class CompiledDecoder:
             job.reserve(buffer, room * width)
         job.reserve(_LAST, max(rows, 2 * SPLIT_ROWS) * spec.hidden_size * size)
         lines = max(tokens, rows) + at.LANES
-        job.reserve(_PACKED, lines * max(self._units * 4, self._groups * GROUP))
+        job.reserve(_PACKED, lines * max(self._units * 8, self._groups * GROUP))
         job.reserve(_FACTORS, lines * self._groups * 8)
         job.run()
         return out, job.floats(_X, (tokens, spec.hidden_size))

@@ -87,7 +87,7 @@ def _run_task(
         if code == at.LINEAR:
             linear(op, job, task, scratch, atag)
         elif code == at.PACK:
-            pack(op, job, task, scratch)
+            pack(op, job, task, scratch, atag)
         elif code == at.NORM:
             norm(op, job, task, atag)
         elif code == at.EMBED:

@@ -114,9 +114,9 @@ PANELS = 768  # addresses of panels
 WORK = 1024  # what is left for the operation
 RESULT = WORK  # float32 [MAX_FEW, 2 * BLOCK], results by row
 TURNED = RESULT + MAX_FEW * RESULT_ROW  # float32 [2 * BLOCK, PANEL], as tiles store them
-STAGE = TURNED + 2 * BLOCK * PANEL * 4  # a copy of a block of weights
+STAGE = TURNED + 2 * BLOCK * PANEL * 4  # a copy of a block of weights, or of rows to pack
 
 
 def linear_scratch_bytes(units: int) -> int:
     """Bytes of scratch that a product over ``units`` needs."""
-    return STAGE + 2 * BLOCK * (units * 4 + LINE)
+    return STAGE + 2 * BLOCK * (units * 8 + LINE)  # widened to fp32, they take twice the room

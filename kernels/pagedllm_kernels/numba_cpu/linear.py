@@ -6,7 +6,9 @@ of many sequences reads the weights as often as a step of one.
 
 Few rows: dot products of two contiguous rows (``inner`` tiles), bound by reading the weights.
 Many rows: the input is packed into panels of 16 rows, and a tile multiplies numbers of the
-weights, broadcast, by vectors of 16 rows (``outer`` tiles), bound by arithmetic.
+weights, broadcast, by vectors of 16 rows (``outer`` tiles), bound by arithmetic. Where the
+processor multiplies 16-bit numbers no faster than fp32, the panels are widened as they are
+packed, and a block of weights as its task begins.
 
 Products with quantised weights are in :mod:`quantized` and end here too.
 """
@@ -26,6 +28,7 @@ from pagedllm_kernels.numba_cpu.rows import (
     store_activation,
     strands,
     vtanh,
+    widen_row,
 )
 from pagedllm_kernels.numba_cpu.simd import (
     F32,
@@ -45,6 +48,7 @@ from pagedllm_kernels.numba_cpu.simd import (
     vload,
     vload_some,
     vstore_some,
+    widening,
 )
 
 WIDE = FEATURES.wide
@@ -135,19 +139,23 @@ def _linear_many(op: int, job: int, task: int, scratch: int, atag: Any) -> None:
     first = task % groups * GROUP
     size = field(op, at.L_SIZE)
     stride = field(op, at.L_STRIDE)
-    units = field(op, at.L_UNITS)
+    units = field(op, at.L_UNITS) * widening(atag)
     count = min(BLOCK, size - n)
     halves = 2 if field(op, at.L_MODE) == at.GATED else 1
     weight = field(op, at.L_WEIGHT) + n * stride
     far = size * stride  # from a gate's row to its up projection's
     following, following_far = weight + BLOCK * stride, far  # the next task's weights
-    if stride % 2048 == 0:
+    if widening(atag) == 2 or stride % 2048 == 0:
         # Rows a multiple of the cache's ways apart would evict each other.
         padded = units * 4 + at.LINE
         for half in range(halves):
             for i in range(count):
-                copy(scratch + at.STAGE + (half * BLOCK + i) * padded,
-                     weight + half * far + i * stride, units * 4)  # fmt: skip
+                source = weight + half * far + i * stride
+                target = scratch + at.STAGE + (half * BLOCK + i) * padded
+                if widening(atag) == 2:
+                    widen_row(target, source, units, atag)
+                else:
+                    copy(target, source, units * 4)
         weight, stride, far = scratch + at.STAGE, padded, BLOCK * padded
     args = scratch + at.ARGS
     set_field(args, at.O_A_STRIDE, stride)
@@ -170,7 +178,8 @@ def _product(
 
     Meanwhile the weights at ``following`` (unless it is 0) are fetched into the cache.
     """
-    units = field(op, at.L_UNITS)
+    lines = field(op, at.L_UNITS)  # of 16 rows' units, half of what a block of weights takes
+    units = lines * widening(atag)
     args = scratch + at.ARGS
     turned = scratch + at.TURNED + half * BLOCK * PANEL * 4
     panels = (min(PANEL, via(job, op, at.L_ROWS_AT) - m) + LANES - 1) // LANES
@@ -184,10 +193,10 @@ def _product(
     for i in range(0, count, step):
         set_field(args, at.O_A, weight + i * field(args, at.O_A_STRIDE))
         set_field(args, at.O_A_LAST, count - 1 - i)
-        # A tile fetches a line per unit, so two of them fetch a block.
-        turn = i // step
-        fetched = following + turn * units * at.LINE if following and turn < 2 else packed
-        set_field(args, at.O_AHEAD, fetched)
+        # A tile fetches a line per unit, so two of them fetch a block, or one when widened.
+        done = i // step * units
+        more = following != 0 and done < 2 * lines
+        set_field(args, at.O_AHEAD, following + done * at.LINE if more else packed)
         for j in range(0, panels, columns):
             set_field(args, at.O_LIST, scratch + at.PANELS + 8 * j)
             set_field(args, at.O_C, turned + i * PANEL * 4 + j * at.LINE)

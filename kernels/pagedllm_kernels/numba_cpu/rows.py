@@ -35,6 +35,7 @@ from pagedllm_kernels.numba_cpu.simd import (
     vmin,
     vstore,
     vstore_some,
+    widening,
 )
 
 Vector = Any  # annotates a value of 16 floats
@@ -191,13 +192,25 @@ def norm(op: int, job: int, task: int, atag: Any) -> None:
                 vstore(fma(y, scale, vload(target + 4 * i, F32)), target + 4 * i, F32)
 
 
+@jit
+def widen_row(target: int, source: int, count: int, tag: Any) -> None:
+    """Widen ``count`` numbers, a multiple of 16, to float32."""
+    for i in range(0, count, LANES):
+        vstore(vload(source + itemsize(tag) * i, tag), target + 4 * i, F32)
+
+
 @unit
-def pack(op: int, job: int, task: int, scratch: int) -> None:
+def pack(op: int, job: int, task: int, scratch: int, atag: Any) -> None:
     """Transpose one panel of 16 rows to [units, 16]; rows past the last repeat it."""
-    units = field(op, at.P_UNITS)
+    units = field(op, at.P_UNITS) * widening(atag)
     stride = field(op, at.P_IN_STRIDE)
     source = via(job, op, at.P_IN_AT) + task * LANES * stride
     last = via(job, op, at.P_ROWS_AT) - 1 - task * LANES
+    if widening(atag) == 2:
+        padded = units * 4 + at.LINE
+        for row in range(min(LANES, last + 1)):
+            widen_row(scratch + at.STAGE + row * padded, source + row * stride, units, atag)
+        source, stride = scratch + at.STAGE, padded
     target = via(job, op, at.P_OUT_AT) + task * units * at.LINE
     args = scratch + at.MORE_ARGS
     set_field(args, at.X_STRIDE, stride)

@@ -226,6 +226,12 @@ def itemsize(builder: Any, tag: str) -> Any:
     return index(_SIZES[tag])
 
 
+@emits(INT, TAG)
+def widening(builder: Any, tag: str) -> Any:
+    """Return 2 where products of many rows widen numbers stored as ``tag`` first, else 1."""
+    return index(2 if FEATURES.widens(tag) else 1)
+
+
 @emits(VEC, INT, TAG)
 def vload(builder: Any, address: Any, tag: str) -> Any:
     """Load 16 numbers stored as ``tag``."""

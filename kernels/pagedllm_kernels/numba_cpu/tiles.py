@@ -78,7 +78,8 @@ GROUPED_ROWS, GROUPED_COLUMNS = (8, 2) if FEATURES.wide else (2, 2)
 
 def linear_tiles(tag: str) -> dict[int, Tile]:
     """Return the tiles that products with weights stored as ``tag`` use, by number."""
-    tiles = {at.MANY + n: Tile("outer", m, n, tag, 1) for m, n in _MANY}
+    many = "f32" if FEATURES.widens(tag) else tag
+    tiles = {at.MANY + n: Tile("outer", m, n, many, 1) for m, n in _MANY}
     tiles |= {at.FEW + i: Tile("inner", 16 >> i, 1 << i, tag) for i in range(4)}
     return tiles | {at.TURN: Tile("transpose", 16, 16, "f32")}
 
