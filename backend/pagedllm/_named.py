@@ -58,7 +58,7 @@ def make(
     except PagedLLMError as problem:
         raise error(f"{setting}: {problem}", setting) from problem
     except Exception as problem:
-        given = ", ".join(f"{key}={value!r}" for key, value in options.items())
+        given = ", ".join(options)  # not their values: one may be a password
         text = " ".join(str(problem).split())
         raise error(
             f"{setting}: '{name}' of the plugin {plugin.name} ({plugin.distribution} "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import struct
+import time
 from typing import TYPE_CHECKING, Any
 
 from starlette.responses import JSONResponse, Response
@@ -67,7 +68,8 @@ async def _all(
 ) -> list[RequestOutput]:
     service = server.service
     pooling = body.pooling or service.options.embedding_pooling
-    limits = Limits(timeout=body.timeout, cache_salt=body.cache_salt or "")
+    timeout = body.timeout if body.timeout is not None else service.options.timeout
+    started = time.monotonic()
     found: dict[int, RequestOutput] = {}
     left = iter(enumerate(inputs))
 
@@ -76,6 +78,10 @@ async def _all(
             try:
                 tokens = await service.tokenize(each) if isinstance(each, str) else each
                 service.check_prompt(len(tokens), "input")
+                left_s = None  # of the whole request's time
+                if timeout is not None:
+                    left_s = max(0.001, timeout - (time.monotonic() - started))
+                limits = Limits(timeout=left_s, cache_salt=body.cache_salt or "")
                 run = await service.start(tokens, None, limits, 0, pooling)
                 found[index] = await run.finished()
             except PagedLLMError as error:

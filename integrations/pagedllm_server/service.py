@@ -321,7 +321,9 @@ class Service:
 
         started = time.monotonic()
         constrained = params is not None and params.structured_output is not None
-        heavy = size >= LONG_TEXT or constrained
+        # What a plugin makes of a processor's name may take time, too.
+        named = params is not None and bool(params.logits_processors)
+        heavy = size >= LONG_TEXT or constrained or named
         try:
             request = await asyncio.to_thread(prepare) if heavy else prepare()
         except (ValueError, TypeError, OverflowError) as error:
@@ -360,8 +362,8 @@ class Run:
         self._last: RequestOutput | None = None
         self._failure: BaseException | None = None
         self._watch = service.metrics.watch(started)
+        self._stream = llm.submit(request)  # first, since it may raise
         self._span = service.tracer.start(request) if service.tracer is not None else None
-        self._stream = llm.submit(request)
         self._timer: asyncio.TimerHandle | None = None
         if timeout is not None:
             self._timer = asyncio.get_running_loop().call_later(timeout, self._stop)

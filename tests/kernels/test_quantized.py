@@ -46,7 +46,7 @@ def test_four_bits_are_levels_times_a_factor_of_a_group(shape):
     wide = kept.dequantize(torch.float64)
     if len(shape) == 3:
         assert torch.equal(kept[1].dequantize(torch.float64), wide[1])
-    assert (wide - weight).norm() < 0.085 * weight.norm()
+    assert (wide - weight).norm() < 0.11 * weight.norm()
     for group in torch.nn.functional.pad(wide, (0, -shape[-1] % GROUP)).view(-1, GROUP)[:40]:
         # Whatever the factor, the ratios of the group's numbers are ratios of levels.
         ratios = {round(a / b, 4) for a in LEVELS for b in LEVELS}
@@ -132,6 +132,20 @@ def test_products_match_float64(mode, bits, dtype, seed):
         if mode == "gated" and lines == 1:
             tolerance += {2: 2**-8 if dtype == torch.bfloat16 else 2**-10, 4: 0}[dtype.itemsize]
         assert (got - exact).norm() <= tolerance * exact.norm(), case
+
+
+@pytest.mark.parametrize("dtype", TAGS, ids=str)
+@pytest.mark.parametrize("rows", [2, 5])
+def test_what_cannot_be_rounded_spoils_its_row_and_no_other(rows, dtype, seed):
+    weight = quantize(torch.randn(32, 96), 8)
+    for wrong in (torch.nan, torch.inf, -torch.inf):
+        given = torch.randn(rows, 2 if rows < SPLIT_ROWS and dtype.itemsize < 4 else 1, 96)
+        given[1, 0, 70] = wrong
+        out = torch.full((rows + GUARD, 32), 7.0)
+        run(weight, torch.zeros(64), given.to(dtype), out, rows, 32, at.STORE_F32, dtype, 1)
+        assert out[1].isnan().all()
+        assert out[0].isfinite().all()
+        assert out[2:rows].isfinite().all()
 
 
 def run(weight, bias, x, out, rows, size, mode, dtype, threads):

@@ -129,7 +129,8 @@ def test_the_generic_tier(name, tmp_path, seed):
         model = load(tmp_path, method, dtype="float32")
         assert model.tier == "generic"
         errors.append(float((logits_of(model, tokens) - wanted).norm() / wanted.norm()))
-    assert 1e-4 < errors[0] < 0.05 < errors[1] < 0.6
+    assert 1e-4 < errors[0] < 0.2
+    assert 1.5 * errors[0] < errors[1] < 2
 
 
 PLUGIN = """

@@ -258,12 +258,33 @@ def test_embeddings_are_always_computed(thread_llm, shelf):
     assert shelf.calls == []
 
 
-@pytest.mark.parametrize("setting", [{"dtype": "bfloat16"}, {"model_impl": "generic"}])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"dtype": "bfloat16"},
+        {"model_impl": "generic"},
+        {"attention_backend": "reference"},
+        {"quantization": "int8"},
+    ],
+)
 def test_another_arithmetic_is_another_key(tiny_with_text, thread_llm, shelf, setting):
     once(thread_llm)
     with LLM(str(tiny_with_text), response_cache="shelf", **setting) as other:
         assert not once(other).from_response_cache
         assert once(other).from_response_cache
+
+
+def test_what_quantisation_skips_makes_another_key(tiny_with_text, shelf):
+    with LLM(str(tiny_with_text), response_cache="shelf", quantization="int8") as llm:
+        once(llm)
+    for skip in (["*down_proj*"], ["lm_head"]):
+        with LLM(
+            str(tiny_with_text),
+            response_cache="shelf",
+            quantization="int8",
+            quantization_skip=skip,
+        ) as other:
+            assert not once(other).from_response_cache
 
 
 def test_answers_that_did_not_end_by_themselves_are_not_stored(tiny_with_text, shelf):

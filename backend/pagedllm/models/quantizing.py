@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 METHODS = {"int8": 8, "int4": 4}
 _ENDS = ("embed_tokens", "lm_head")
+_ROUTERS = (".gate", ".router", "_expert_gate")
 
 
 class Quantizer:
@@ -127,12 +128,26 @@ class QuantizedLinear(torch.nn.Module):
 
 
 def quantize_modules(model: PreTrainedModel, quantizer: Quantizer) -> None:
-    """Quantise the linear layers of a transformers model in place, but for a tied head."""
+    """Quantise the linear layers of a transformers model in place, but for a tied head.
+
+    Raises:
+        ConfigError: weights of experts are stacked in parameters of their own, which would
+            stay as they are.
+    """
     from transformers.pytorch_utils import Conv1D
 
+    stacked = [name for name, each in model.named_parameters() if each.dim() > 2]
+    if stacked and quantizer.custom is None:
+        raise ConfigError(
+            f"quantization: {type(model).__name__} keeps experts in {stacked[0]}, which the "
+            "generic tier does not quantise; leave quantization out",
+            "quantization",
+        )
     tied = model.get_input_embeddings().weight
     for name, module in list(model.named_modules()):
         if not isinstance(module, (torch.nn.Linear, Conv1D)) or module.weight is tied:
+            continue
+        if name.endswith(_ROUTERS):
             continue
         turned = isinstance(module, Conv1D)  # GPT-2 keeps [in, out]
         weight = module.weight.detach()

@@ -108,6 +108,12 @@ def load_model(
         return GenericModel(model, backend, eos)
 
     if getattr(config, "quantization_config", None) is not None:
+        if quantizer is not None:
+            raise ConfigError(
+                "quantization: the checkpoint is quantised already; leave it out, or take the "
+                "model's plain weights",
+                "quantization",
+            )
         # transformers reads the formats. What it turns into plain weights, as it does fp8 on a
         # CPU, has no such entry in its configuration any more, and runs in any tier.
         try:

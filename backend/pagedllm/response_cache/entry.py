@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pagedllm._named import make
-from pagedllm.errors import EngineError, PagedLLMError
+from pagedllm.errors import ConfigError, EngineError, PagedLLMError
 from pagedllm.metrics import ResponseCacheStats
 from pagedllm.response_cache.keys import is_cacheable, request_key
 from pagedllm.response_cache.replay import Replay, pack, unpack
@@ -54,7 +54,16 @@ def make_store(config: Config) -> BoundedStore | None:
     if named is None:
         return None
     store = make("pagedllm_response_caches", "response_cache", named, config, config)
-    return BoundedStore(store, named if isinstance(named, str) else named["name"])
+    name = named if isinstance(named, str) else named["name"]
+    timeout = getattr(store, "timeout", None)
+    calls = [getattr(store, call, None) for call in ("get", "put", "close")]
+    if not (isinstance(timeout, int | float) and timeout > 0 and all(map(callable, calls))):
+        raise ConfigError(
+            f"response_cache: '{name}' made {type(store).__name__}, which is no response cache: it "
+            "needs get, put and close, and a timeout in seconds",
+            "response_cache",
+        )
+    return BoundedStore(store, name)
 
 
 class ResponseCaching:
@@ -136,10 +145,36 @@ class ResponseCaching:
             while not self._work.empty():  # this thread alone takes from it
                 items.append(self._work.get())
             for item in items:
-                if isinstance(item, _Finished):
-                    self._store.put(item.key, pack(item.state.snapshot()))
-            self._look_up([item for item in items if isinstance(item, _Wanted)])
+                if isinstance(item, _Finished) and not self._store.down:
+                    self._keep(item)
+            wanted = [item for item in items if isinstance(item, _Wanted)]
+            try:
+                self._look_up(wanted)
+            except Exception:
+                # Not the store's fault, which it keeps to itself: no request may hang for it.
+                logger.exception("The response cache failed; its requests are computed")
+                self._pass_on(wanted)
             over = None in items
+
+    def _keep(self, item: _Finished) -> None:
+        try:
+            self._store.put(item.key, pack(item.state.snapshot()))
+        except Exception:
+            logger.exception("An answer cannot be written down for the response cache")
+
+    def _pass_on(self, wanted: list[_Wanted]) -> None:
+        for each in wanted:
+            with self._lock:
+                if self._is_waiting(each):
+                    self._run(each, None)
+
+    def _is_waiting(self, wanted: _Wanted) -> bool:
+        """Take a request from those that wait, if it is still there; its id may have another."""
+        request_id = wanted.state.request.request_id
+        if self._waiting.get(request_id) is not wanted:
+            return False
+        del self._waiting[request_id]
+        return True
 
     def _look_up(self, wanted: list[_Wanted]) -> None:
         """Ask for all that came together at once, and pass on what is not there."""
@@ -151,7 +186,7 @@ class ResponseCaching:
         for each, key, stored in zip(wanted, keys, found, strict=True):
             replay = None if stored is None else _replay(stored, each.state)
             with self._lock:
-                if self._waiting.pop(each.state.request.request_id, None) is not each:
+                if not self._is_waiting(each):
                     continue  # aborted, and in the engine by now
                 if replay is None:
                     self._run(each, key)

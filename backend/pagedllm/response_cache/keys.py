@@ -61,6 +61,8 @@ def engine_identity(
         model,
         info.dtype,
         config.quantization,
+        list(config.quantization_skip),
+        info.attention_backend,
         info.tier,
         info.device.partition(":")[0],
         words,

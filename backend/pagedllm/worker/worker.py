@@ -107,7 +107,11 @@ class Worker:
         if not pooled:
             return self._generate(rows)
         others = [row for row in rows if self._state(row).pooling is None]
-        found = dict(zip(pooled, self._pool(pooled), strict=True))
+        try:
+            embedded = self._pool(pooled)
+        except Exception as error:  # noqa: BLE001 - theirs alone; others' rows go on
+            embedded = [RowOutput(r.slot, r.generation, error=error) for r in pooled]
+        found = dict(zip(pooled, embedded, strict=True))
         if others:
             found |= zip(others, self._generate(others), strict=True)
         return tuple(found[row] for row in rows)

@@ -141,6 +141,7 @@ def cache_folder(numba_cache: str) -> Path:
 @functools.cache
 def _source_hash() -> str:
     digest = hashlib.sha256(numba.__version__.encode())
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    folder = Path(__file__).parent
+    for path in (*sorted(folder.glob("*.py")), folder.parent / "quantized.py"):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

@@ -81,11 +81,12 @@ def quantize(op: int, job: int, task: int, atag: Any) -> None:
             out = via(job, op, at.Q_OUT_AT) + (row * lines * groups + g) * GROUP
             factors = via(job, op, at.Q_FACTORS_AT) + (row * lines * groups + g) * 8
             count = min(GROUP, width - g * GROUP)
-            most = splat(ZERO)
+            most, bad = splat(ZERO), splat(ZERO)
             for i in range(0, count, LANES):
                 x = _activation(source, g * GROUP + i, in_lines, stride, atag)
-                most = vmax(most, copysign(x, splat(_MOST)))
-            top = hmax(most)
+                bad = bad + (x - x)  # a NaN where x is one or infinite, else 0
+                most = vmax(copysign(x, splat(_MOST)), most)  # in this order no NaN wins
+            top, nan = hmax(most), hsum(bad)
             inverse = splat(_MOST / top if top > ZERO else ZERO)
             total, total_rest = splat(ZERO), splat(ZERO)
             for i in range(0, GROUP, LANES):
@@ -99,7 +100,8 @@ def quantize(op: int, job: int, task: int, atag: Any) -> None:
                     rest = round_even((x - whole) * splat(_STEPS))
                     total_rest = total_rest + rest
                     vstore_int8(rest, out + groups * GROUP + i)
-            put(top / _MOST, factors, F32)
+            # What cannot be rounded spoils the row's products, as it would unrounded.
+            put(top / _MOST + nan, factors, F32)
             put_int(hsum(total) * _ZERO, factors + 4)
             if lines == 2:
                 put(top / _MOST / _STEPS, factors + groups * 8, F32)
