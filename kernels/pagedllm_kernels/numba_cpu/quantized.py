@@ -84,7 +84,7 @@ def quantize(op: int, job: int, task: int, atag: Any) -> None:
             most, bad = splat(ZERO), splat(ZERO)
             for i in range(0, count, LANES):
                 x = _activation(source, g * GROUP + i, in_lines, stride, atag)
-                bad = bad + (x - x)  # a NaN where x is one or infinite, else 0
+                bad = bad + x * splat(ZERO)  # a NaN where x is one or infinite, else 0
                 most = vmax(copysign(x, splat(_MOST)), most)  # in this order no NaN wins
             top, nan = hmax(most), hsum(bad)
             inverse = splat(_MOST / top if top > ZERO else ZERO)
