@@ -84,7 +84,7 @@ redis-server:
 # suite (TESTS=path) runs in one process and without coverage.
 test: $(STAMPS)/test redis-server
 	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(PYTEST_ARGS) \
-	  $(if $(TESTS),$(TESTS),-n $(WORKERS) --dist loadfile --cov --cov-report=term --cov-fail-under=90)
+	  $(if $(TESTS),$(TESTS),-n $(WORKERS) --dist loadfile --no-loadscope-reorder --cov --cov-report=term --cov-fail-under=90)
 
 # All of them, whatever the first one finds.
 lint: $(STAMPS)/lint

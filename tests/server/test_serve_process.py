@@ -304,7 +304,6 @@ def test_environment_below_file_below_flags(tmp_path):
         (["--lora-adapters", "a"], "adapters are not supported"),
         (["--ssl-certfile", "a"], "ssl_certfile and ssl_keyfile belong together"),
         (["--api-key", " "], "api_key is empty"),
-        (["--quantize", "bitsandbytes"], "quantization"),
         (["--max-total-tokens", "many"], "max_model_len"),
         (["--scheduling-policy", "lottery"], "scheduling_policy"),
     ],
