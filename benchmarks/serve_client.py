@@ -31,6 +31,7 @@ class Result:
     e2e: float | None = None
     gaps: list[float] = field(default_factory=list)
     tokens: int = 0
+    """As the server counts them; while they come, the events, which may hold several."""
     error: str | None = None
 
     @property
@@ -50,7 +51,8 @@ class Client:
     async def complete(self, body, *, stop_after=None, pause=0.0):
         """Run one request; ``stop_after`` tokens hang up, ``pause`` seconds before each read."""
         result, begin = Result(), time.perf_counter()
-        content = json.dumps({**body, "stream": True}).encode()
+        counted = {"stream": True, "stream_options": {"include_usage": True}}
+        content = json.dumps({**body, **counted}).encode()
         writer = None
         try:
             reader, writer = await asyncio.open_connection(self.host, self.port, limit=2**20)
@@ -84,6 +86,9 @@ class Client:
             event = json.loads(line[6:])
             if "error" in event:
                 result.error = event["error"]["message"]
+                continue
+            if event.get("usage"):
+                result.tokens = event["usage"]["completion_tokens"]
                 continue
             now = time.perf_counter()
             if result.ttft is None:
@@ -159,19 +164,20 @@ async def offer(client, options, rate, number, seed, **more):
 
 
 async def saturate(client, options, number, concurrency=32):
-    """Requests per second that the server sustains: a closed loop."""
+    """Requests per second that the server sustains, and their results: a closed loop."""
     draw = random.Random(f"{options.seed} saturate")
-    left = iter(range(number))
+    left, results = iter(range(number)), []
 
     async def worker():
         for _ in left:
             result = await client.complete(request(options, draw))
             if not result.good:
                 raise SystemExit(f"a request failed: {result.status} {result.error}")
+            results.append(result)
 
     begin = time.perf_counter()
     await asyncio.gather(*(worker() for _ in range(min(concurrency, number))))
-    return number / (time.perf_counter() - begin)
+    return number / (time.perf_counter() - begin), results
 
 
 def percentiles(values):

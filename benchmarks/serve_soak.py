@@ -130,7 +130,7 @@ def run_soak(options):
         client = Client(url)
         # Full steps first: what is as large as the largest step is that large from now on.
         asyncio.run(saturate(client, options, 256, concurrency=128))
-        sustainable = asyncio.run(saturate(client, options, 64))
+        sustainable, _ = asyncio.run(saturate(client, options, 64))
         rate = options.rate or 0.8 * sustainable
         asyncio.run(stress(client, options, rate, max(10.0, options.seconds / 4), draw))
         samples = [{"requests": 0, **settle(url, process)}]
