@@ -21,10 +21,8 @@ from starlette.staticfiles import StaticFiles
 
 import pagedllm
 from pagedllm import PagedLLMError
-from pagedllm_server import tgi
 from pagedllm_server.errors import ApiError, from_engine, from_pydantic, invalid
 from pagedllm_server.gate import Gate
-from pagedllm_server.openai_common import NAMES
 from pagedllm_server.routes import add_routes
 
 if TYPE_CHECKING:
@@ -126,19 +124,20 @@ def create_app(service: Service, metrics: Metrics, options: ServerOptions) -> Fa
     app.add_exception_handler(RecursionError, _too_deep)
     for kind in (ApiError, PagedLLMError):
         app.add_exception_handler(kind, _known)
-    if options.cors_allow_origin:
+    app.add_middleware(
+        Gate,
+        keys=options.keys(),
+        payload_limit=options.payload_limit,
+        access_log=options.access_log,
+        metrics=metrics,
+    )
+    if options.cors_allow_origin:  # the last one added is the outermost: the gate's errors, too
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(options.cors_allow_origin),
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
         )
-    app.add_middleware(
-        Gate,
-        keys=options.keys(),
-        payload_limit=options.payload_limit,
-        access_log=options.access_log,
-    )
     return app
 
 
@@ -170,8 +169,7 @@ def _reply(request: Request, error: ApiError) -> JSONResponse:
 
 
 async def _known(request: Request, error: Exception) -> Response:
-    native = not request.url.path.startswith("/v1/")
-    return _reply(request, from_engine(error, tgi.NAMES if native else NAMES))
+    return _reply(request, from_engine(error))
 
 
 async def _too_deep(request: Request, error: Exception) -> Response:

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 from starlette.responses import JSONResponse, Response
 
 from pagedllm import PagedLLMError, SamplingParams
-from pagedllm_server.errors import ApiError, from_engine, invalid, unsupported
+from pagedllm_server.errors import ApiError, from_engine, invalid, naming, unsupported
 from pagedllm_server.logs import new_id
 from pagedllm_server.openai_common import (
-    NAMES,
     chat_logprobs,
     check_fields,
     limits,
+    names,
     sampling_params,
     structure,
     usage,
@@ -58,6 +58,11 @@ RESERVED = (
 
 async def answer(server: Server, request: Request, body: ChatRequest) -> Response:
     """Answer a chat request."""
+    with naming(names(body)):
+        return await _answer(server, request, body)
+
+
+async def _answer(server: Server, request: Request, body: ChatRequest) -> Response:
     check_fields(server, body)
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options: only with stream", "stream_options")
@@ -133,7 +138,10 @@ async def prepare(server: Server, body: ChatRequest, params: SamplingParams) -> 
 
 async def templated_text(server: Server, body: ChatRequest) -> str:
     """The text that a conversation is for the model."""
-    return server.decode((await prepare(server, body, SamplingParams())).prompt_token_ids)
+    check_fields(server, body)
+    with naming(names(body)):
+        chat = await prepare(server, body, SamplingParams())
+    return server.decode(chat.prompt_token_ids)
 
 
 def _choice(
@@ -216,5 +224,5 @@ async def _chunks(
             reasoning = sum(readers[a.index].reasoning_tokens(server, a) for a in last.outputs)
             yield event({**head, "choices": [], "usage": usage([last], reasoning)})
     except (PagedLLMError, ApiError) as error:
-        yield event(from_engine(error, NAMES).openai())
+        yield event(from_engine(error, names(body)).openai())
     yield DONE

@@ -18,7 +18,7 @@ import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from pagedllm import Config, ConfigError, PagedLLMError
+from pagedllm import Config, ConfigError, PagedLLMError, plugin_registry
 from pagedllm_server.heap import return_large_blocks
 from pagedllm_server.options import (
     ServerOptions,
@@ -108,7 +108,9 @@ def parse(argv: Sequence[str], environment: Any = None) -> tuple[Config, ServerO
     )
     Config.add_cli_arguments(parser)
     mine = frozenset(flag for action in parser._actions for flag in action.option_strings)
-    parser.add_argument("--enable-fp8", action="store_true", help="short for --quantization fp8")
+    parser.add_argument(
+        "--enable-fp8", action="store_true", help="short for --quantization fp8, a plugin's method"
+    )
     add_arguments(parser, mine)
     namespace, unknown = parser.parse_known_args(list(argv))
     if unknown:
@@ -120,9 +122,20 @@ def parse(argv: Sequence[str], environment: Any = None) -> tuple[Config, ServerO
             raise ConfigError("the model is given twice; give it once", "model")
         flags["model"] = namespace.positional_model
     if namespace.enable_fp8:
-        flags.setdefault("quantization", "fp8")
+        other = getattr(namespace, "Config.quantization", flags.get("quantization"))
+        if other not in (None, "fp8"):
+            raise ConfigError(
+                f"--enable-fp8 and --quantization {other}: give one of the two", "quantization"
+            )
+        flags["quantization"] = "fp8"
     given = {**_typed(outside), **file_engine, **_typed(flags)}
     config = Config.from_cli(namespace, **given)
+    if namespace.enable_fp8 and "fp8" not in plugin_registry("pagedllm_quantizers", config):
+        raise ConfigError(
+            "--enable-fp8: no plugin that is installed has a method 'fp8'; use --quantization "
+            "int8, or int4, instead",
+            "quantization",
+        )
     tokens = given.get("num_pages") if "num_pages" in {**outside, **flags} else None
     if tokens is not None and config.num_pages == tokens:  # TGI's name counts tokens
         config = config.replace(num_pages=-(-tokens // config.page_size))

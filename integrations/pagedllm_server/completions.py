@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 from starlette.responses import JSONResponse, Response
 
 from pagedllm import PagedLLMError
-from pagedllm_server.errors import ApiError, from_engine, invalid
+from pagedllm_server.errors import ApiError, from_engine, invalid, naming
 from pagedllm_server.logs import new_id
 from pagedllm_server.openai_common import (
-    NAMES,
     check_fields,
     completion_logprobs,
     limits,
+    names,
     sampling_params,
     structure,
     usage,
@@ -47,6 +47,11 @@ WAITING_EVENTS = 64
 
 async def complete(server: Server, request: Request, body: CompletionRequest) -> Response:
     """Answer a completion request."""
+    with naming(names(body)):
+        return await _complete(server, request, body)
+
+
+async def _complete(server: Server, request: Request, body: CompletionRequest) -> Response:
     check_fields(server, body)
     n = body.n or 1
     best_of = body.best_of or n
@@ -202,7 +207,7 @@ async def _chunks(
         if counted:
             yield event({**head, "choices": [], "usage": usage(last.values())})
     except (PagedLLMError, ApiError) as error:
-        yield event(from_engine(error, NAMES).openai())
+        yield event(from_engine(error, names(body)).openai())
     yield DONE
 
 

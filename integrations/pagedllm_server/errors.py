@@ -7,12 +7,20 @@ helps, what to change; nothing of a request's own text beyond a short quotation.
 from __future__ import annotations
 
 import difflib
+import re
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from pagedllm import EngineClosedError, EngineError, RequestTooLongError, ValidationError
+from pagedllm import (
+    EngineClosedError,
+    EngineError,
+    PagedLLMError,
+    RequestTooLongError,
+    ValidationError,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 OPENAI_TYPES = {
     401: "authentication_error",
@@ -24,6 +32,10 @@ OPENAI_TYPES = {
 }
 
 
+TOOLS = re.compile(r"tools|tool_choice")
+"""Parameters that are wrong with TGI's ``tool_error``.
+
+Its ``missing_template_variable`` never comes: a template without tools has them described."""
 LONGEST = 500
 """Characters of a message."""
 
@@ -75,7 +87,8 @@ class ApiError(Exception):
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """Something in the request cannot be served as it stands."""
-    return ApiError(422, "validation", message, param=param, code=code)
+    kind = "tool_error" if TOOLS.fullmatch(re.split(r"\W", param or "")[0]) else "validation"
+    return ApiError(422, kind, message, param=param, code=code)
 
 
 def unsupported(param: str, why: str) -> ApiError:
@@ -106,12 +119,22 @@ def not_ready(reason: str) -> ApiError:
     return ApiError(503, "healthcheck", reason, code="not_ready", headers={"Retry-After": "5"})
 
 
+@contextmanager
+def naming(names: Mapping[str, str]) -> Iterator[None]:
+    """Turn exceptions of pagedllm into answers with the route's own names."""
+    try:
+        yield
+    except PagedLLMError as error:
+        raise from_engine(error, names) from error
+
+
 def from_engine(error: Exception, names: Mapping[str, str] | None = None) -> ApiError:
     """Turn one of pagedllm's own exceptions into an answer.
 
     Args:
         error: what the engine raised.
-        names: the route's names for the engine's parameters, where they differ.
+        names: the route's names for the engine's parameters, where they differ; an empty one
+            for what it does not have.
     """
     if isinstance(error, ApiError):
         return error
@@ -119,18 +142,42 @@ def from_engine(error: Exception, names: Mapping[str, str] | None = None) -> Api
     if len(text) > LONGEST:  # it quotes what it is about
         text = f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"
     if isinstance(error, ValidationError):
-        param = error.parameter
-        if names and param is not None and param in names:
-            if "_" in param:  # the others are ordinary words, too
-                text = text.replace(param, names[param])
-            param = names[param]
-        code = "context_length_exceeded" if isinstance(error, RequestTooLongError) else None
-        return invalid(text, param, code)
+        param = _own_name(error, names or {})
+        code = None
+        if isinstance(error, RequestTooLongError):
+            code = "context_length_exceeded"
+            text = text.replace(", or to None for", ", or to null for")
+        wrong = invalid(_in_own_words(text, error.parameter, names or {}), param, code)
+        raised = error.parameter == "messages" and error.__cause__ is not None
+        if raised or error.parameter == "chat_template":
+            wrong.kind = "template_error"
+            wrong.message = re.sub(
+                r"pass (another )?chat_template=", r"start with \1--chat-template", wrong.message
+            )
+        return wrong
     if isinstance(error, EngineClosedError):
         return not_ready(text)
     if isinstance(error, EngineError):
         return ApiError(424, "generation", text, code="engine_error")
     return ApiError(500, "incomplete_generation", f"{type(error).__name__}: {text}")
+
+
+def _own_name(error: ValidationError, names: Mapping[str, str]) -> str | None:
+    param = error.parameter
+    return param if param is None else names.get(param) or param
+
+
+def _in_own_words(text: str, param: str | None, names: Mapping[str, str]) -> str:
+    """Write the route's names for the engine's, and the field's own where it is not named."""
+    for name, own in names.items():
+        if "_" in name:  # the others are ordinary words, too
+            if not own:
+                text = text.replace(f", set {name}", "")
+            text = re.sub(rf"\b{name}\b", own or name, text)
+    own = names.get(param or "", "")
+    if not own or re.search(rf"\b{re.escape(own)}\b", text):
+        return text
+    return f"{own}: {text.removeprefix(f'{param}: ')}"
 
 
 def from_pydantic(errors: Sequence[Mapping[str, Any]], known: Iterable[str] = ()) -> ApiError:

@@ -19,6 +19,7 @@ from starlette.exceptions import HTTPException
 
 from pagedllm_server.errors import ApiError
 from pagedllm_server.logs import new_id, request_id
+from pagedllm_server.metrics import Asked, asked
 from pagedllm_server.sse import ClientGoneError
 from pagedllm_server.tracing import Origin, origin
 
@@ -27,9 +28,16 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+    from pagedllm_server.metrics import Metrics
+
 logger = logging.getLogger(__name__)
 
 OPEN_PATHS = ("/health", "/ping", "/metrics")
+GENERATING = (
+    *("/", "/generate", "/generate_stream", "/invocations", "/vertex"),
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses"),
+)
+"""Paths whose requests TGI's counters count."""
 _SAFE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -37,9 +45,16 @@ class Gate:
     """Request ids, keys, the payload's limit, the access log."""
 
     def __init__(
-        self, app: ASGIApp, *, keys: Sequence[str], payload_limit: int, access_log: bool
+        self,
+        app: ASGIApp,
+        *,
+        keys: Sequence[str],
+        payload_limit: int,
+        access_log: bool,
+        metrics: Metrics,
     ) -> None:
         self.app = app
+        self.metrics = metrics
         # Digests have one length, so comparing them takes one time, whatever was sent.
         self.keys = [_digest(key) for key in keys]
         self.payload_limit = payload_limit
@@ -56,6 +71,7 @@ class Gate:
         token = request_id.set(identity)
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         origin.set(Origin(path, _carrier(headers)))
+        asked.set(request := Asked())
         started, status = time.perf_counter(), 0
 
         async def reply(message: Message) -> None:
@@ -83,6 +99,9 @@ class Gate:
                 )
                 await refuse(internal, path, reply)
         finally:
+            generating = scope["method"] == "POST" and path in GENERATING
+            if generating and status >= 400 and status != 401 and not request.runs:
+                self.metrics.turned_away()  # a run counts itself
             if self.access_log and (path not in OPEN_PATHS or status >= 400):
                 self._log(scope, path, status, time.perf_counter() - started)
             request_id.reset(token)

@@ -12,6 +12,8 @@ import sys
 import time
 from collections import Counter as Tally
 from collections import deque
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -33,6 +35,17 @@ SECONDS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0
 )  # fmt: skip
 TOKENS = tuple(float(2**power) for power in range(16))
+
+
+@dataclass(slots=True)
+class Asked:
+    """What an HTTP request has led to so far."""
+
+    runs: int = 0
+
+
+asked: ContextVar[Asked | None] = ContextVar("asked", default=None)
+"""Of the request that the running code serves."""
 
 
 class Metrics:
@@ -98,7 +111,14 @@ class Metrics:
     def watch(self, started: float) -> Watch:
         """Begin to measure a run."""
         self.tgi["count"] += 1
+        if (request := asked.get()) is not None:
+            request.runs += 1
         return Watch(self, started)
+
+    def turned_away(self) -> None:
+        """A request to generate was refused before anything of it ran."""
+        self.tgi["count"] += 1
+        self.tgi["failure"] += 1
 
     def render(self) -> bytes:
         """All metrics in Prometheus's text format."""

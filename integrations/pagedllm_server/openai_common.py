@@ -24,11 +24,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NAMES = {
-    "structured_output": "response_format",
-    "logprobs": "top_logprobs",
-    "truncate_prompt_tokens": "truncate_prompt_tokens",
-}
 COMPATIBLE = ("dummy", "tgi", "default")
 """Model names that TGI's clients send, whatever the model is."""
 
@@ -53,6 +48,15 @@ _DIRECT = (
     "allowed_token_ids",
     "logits_processors",
 )
+
+
+def names(body: Sampling) -> dict[str, str]:
+    """The engine's names for a request's parts, and those that this request gave them."""
+    found = dict(body.NAMES)
+    for name, own in body.INSTEAD.items():
+        if getattr(body, own) is not None:
+            found[name] = own
+    return found
 
 
 def check_fields(server: Server, body: Sampling) -> None:
@@ -114,7 +118,7 @@ def sampling_params(
     temperature = 1.0 if body.temperature is None else body.temperature
     values |= more
     if isinstance(body, _generating()):
-        values["stop"] = [text for text in body.stops() if text]
+        values["stop"] = body.stops()
         if body.structured_outputs is not None:
             if structured_output is not None:
                 raise invalid("structured_outputs and response_format: give one", "response_format")
@@ -126,7 +130,7 @@ def sampling_params(
         structured_output=structured_output,
         **values,
     )
-    server.service.check_params(params, NAMES)
+    server.service.check_params(params, names(body))
     return params
 
 

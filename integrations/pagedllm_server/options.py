@@ -151,7 +151,6 @@ LAUNCHER = {
     "num_shard": "tensor_parallel_size",
     "quantize": "quantization",
     "dtype": "dtype",
-    "kv_cache_dtype": "kv_cache_dtype",
     "trust_remote_code": "trust_remote_code",
     "max_total_tokens": "max_model_len",
     "max_batch_prefill_tokens": "max_num_batched_tokens",
@@ -163,6 +162,7 @@ LAUNCHER = {
 and its setting the pages that they fill."""
 
 MEANINGLESS = {
+    "kv_cache_dtype": "the cache has the dtype of the model, which 'auto' asks for",
     "sharded": "num_shard alone says how many devices share the model",
     "max_waiting_tokens": "prompts and answers share every step, so nobody waits for tokens",
     "lora_adapters": "adapters are not supported",
@@ -170,6 +170,9 @@ MEANINGLESS = {
     "validation_workers": "the server decides by itself",
 }
 """Names of TGI's launcher that have no counterpart, and why."""
+
+HARMLESS = {"kv_cache_dtype": ("auto",), "sharded": ("false", "0")}
+"""Values of some of those that ask for nothing but what there is."""
 
 
 def add_arguments(parser: argparse.ArgumentParser, engine_flags: frozenset[str]) -> None:
@@ -297,10 +300,18 @@ def launcher_settings(
     Raises:
         ConfigError: a flag has no meaning here.
     """
+    ignored = []
     for name, reason in MEANINGLESS.items():
-        if getattr(namespace, f"launcher.{name}", None) is not None:
-            flag = name.replace("_", "-")
-            raise ConfigError(f"--{flag} has no meaning here: {reason}; leave it out", name)
+        said, value = f"--{name.replace('_', '-')}", getattr(namespace, f"launcher.{name}", None)
+        flagged = value is not None
+        if not flagged:
+            said, value = name.upper(), environment.get(name.upper()) or None
+        if value is None or value.lower() in HARMLESS.get(name, ()):
+            continue
+        # Other variables may be there for TGI alone; a cache in 8 bits would be missed.
+        if flagged or name == "kv_cache_dtype":
+            raise ConfigError(f"{said} has no meaning here: {reason}; leave it out", name)
+        ignored.append(said)
     outside = {
         target: environment[name.upper()]
         for name, target in LAUNCHER.items()
@@ -311,7 +322,7 @@ def launcher_settings(
         for name, target in LAUNCHER.items()
         if hasattr(namespace, f"launcher.{name}")
     }
-    return outside, flags, [name.upper() for name in MEANINGLESS if environment.get(name.upper())]
+    return outside, flags, ignored
 
 
 def process_environment() -> Mapping[str, str]:

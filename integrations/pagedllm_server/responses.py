@@ -17,9 +17,9 @@ from starlette.responses import JSONResponse, Response
 
 from pagedllm import PagedLLMError
 from pagedllm.structured import ContentDelta, ReasoningDelta, ToolCallDelta, ToolCallStart
-from pagedllm_server.errors import ApiError, from_engine, invalid, unsupported
+from pagedllm_server.errors import ApiError, from_engine, invalid, naming, unsupported
 from pagedllm_server.logs import new_id
-from pagedllm_server.openai_common import NAMES, check_fields, limits, sampling_params
+from pagedllm_server.openai_common import check_fields, limits, names, sampling_params
 from pagedllm_server.sse import EventStream, while_client_waits
 from pagedllm_server.tokens import new_text
 from pagedllm_server.tools import Reader, check_tools, tool_choice
@@ -40,6 +40,11 @@ TEXT_PARTS = ("input_text", "output_text", "text")
 
 async def respond(server: Server, request: Request, body: ResponsesRequest) -> Response:
     """Answer a request."""
+    with naming(names(body)):
+        return await _respond(server, request, body)
+
+
+async def _respond(server: Server, request: Request, body: ResponsesRequest) -> Response:
     check_fields(server, body)
     check_tools(body.tools)
     params = sampling_params(
@@ -151,7 +156,9 @@ def _structure(body: ResponsesRequest) -> dict[str, Any] | None:
         return {"json_object": True}
     if kind == "json_schema" and isinstance(form.get("schema"), dict):
         return {"json_schema": form["schema"]}
-    raise invalid("text.format: must be text, json_object, or json_schema with a schema", "text")
+    raise invalid(
+        "text.format: must be text, json_object, or json_schema with a schema", "text.format"
+    )
 
 
 @dataclass(slots=True)
@@ -365,5 +372,5 @@ async def _events(draft: Draft, run: Run) -> AsyncIterator[bytes]:
         kind = "response.incomplete" if whole["status"] == "incomplete" else "response.completed"
         yield event({"type": kind, "response": whole})
     except (PagedLLMError, ApiError) as error:
-        failed = from_engine(error, NAMES)
+        failed = from_engine(error, names(draft.body))
         yield event({"type": "response.failed", "response": draft.response(None, failed)})

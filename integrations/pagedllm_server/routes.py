@@ -13,7 +13,6 @@ from starlette.responses import JSONResponse, Response
 
 from pagedllm_server import chat, completions, embeddings, responses, tgi
 from pagedllm_server.errors import ApiError, from_pydantic, invalid, unsupported
-from pagedllm_server.openai_common import check_model
 from pagedllm_server.schemas_openai import (
     ChatRequest,
     CompletionRequest,
@@ -175,7 +174,6 @@ def _add_native(app: FastAPI, server: "Server") -> None:
     @app.post("/chat_tokenize", **options)
     async def chat_tokenize(body: ChatRequest) -> Response:
         """Format a conversation, and cut it into tokens."""
-        check_model(server, body.model)
         text = await chat.templated_text(server, body)
         work = asyncio.to_thread(tgi.token_list, server, text, special=False)
         return JSONResponse({"tokenize_response": await work, "templated_text": text})

@@ -79,6 +79,10 @@ class Sampling(Strict):
     )
 
     ONLY: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    NAMES: ClassVar[dict[str, str]] = {}
+    """The engine's names for parts of the request, and the request's; empty: it has no such."""
+    INSTEAD: ClassVar[dict[str, str]] = {}
+    """The same, where the request has two fields for one thing and gives this one."""
 
 
 class Generating(Sampling):
@@ -174,6 +178,15 @@ class ChatRequest(Generating):
         "tool_prompt": (),
     }
     """Fields that ask for what there is not here, and the values of them that do not."""
+    NAMES: ClassVar[dict[str, str]] = {
+        "structured_output": "response_format",
+        "logprobs": "top_logprobs",
+        "prompt": "messages",
+    }
+    INSTEAD: ClassVar[dict[str, str]] = {
+        "structured_output": "structured_outputs",
+        "max_tokens": "max_completion_tokens",
+    }
 
 
 class CompletionRequest(Generating):
@@ -188,6 +201,11 @@ class CompletionRequest(Generating):
     response_format: ResponseFormat | None = None
 
     ONLY: ClassVar[dict[str, tuple[Any, ...]]] = {"suffix": ("",)}
+    NAMES: ClassVar[dict[str, str]] = {
+        "structured_output": "response_format",
+        "prompt_logprobs": "logprobs",
+    }
+    INSTEAD: ClassVar[dict[str, str]] = {"structured_output": "structured_outputs", "n": "best_of"}
 
 
 class ResponsesRequest(Sampling):
@@ -224,9 +242,16 @@ class ResponsesRequest(Sampling):
         "truncation": ("disabled",),
         "service_tier": ("auto", "default"),
         "max_tool_calls": (),
-        "include": ([], ["message.output_text.logprobs"], ["reasoning.encrypted_content"]),
+        "include": ([],),
         "stream_options": ({}, {"include_obfuscation": False}),
         "store": (False,),
+    }
+    NAMES: ClassVar[dict[str, str]] = {
+        "structured_output": "text.format",
+        "max_tokens": "max_output_tokens",
+        "prompt": "input",
+        "messages": "input",
+        "truncate_prompt_tokens": "",
     }
 
 

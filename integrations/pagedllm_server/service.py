@@ -12,7 +12,6 @@ import asyncio
 import gc
 import logging
 import math
-import threading
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from pagedllm_server.errors import (
     timed_out,
     unsupported,
 )
+from pagedllm_server.life import BackOff, in_daemon
 from pagedllm_server.logs import new_id
 
 if TYPE_CHECKING:
@@ -43,8 +43,6 @@ logger = logging.getLogger(__name__)
 Pooling = Literal["mean", "last"]
 LONG_TEXT = 2_000
 """Characters from which on a prompt is tokenised in another thread: about a millisecond."""
-FIRST_BACK_OFF, LAST_BACK_OFF = 0.5, 30.0
-"""Seconds between attempts to restart a failed engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +82,8 @@ class Service:
         self._llm: AsyncLLM | None = None
         self._active = 0
         self._recent_seconds = 1.0
+        self._back_off = BackOff()
+        self._ready_since = 0.0
         self._watcher: asyncio.Task[None] | None = None
 
     # -- the engine's life ---------------------------------------------------------
@@ -91,12 +91,12 @@ class Service:
     async def load(self, on_ready: Callable[[], None], on_failure: Callable[[], None]) -> None:
         """Load the model, then watch over its engine; tell how loading ended."""
         try:
-            self._llm = await _in_daemon(self._make)
+            self._llm = await in_daemon(self._make)
         except Exception as error:  # noqa: BLE001 - reported by whoever asked for the start
             self.problem, self.failed = f"the model cannot be loaded: {error}", error
             on_failure()
             return
-        self.problem = None
+        self.problem, self._ready_since = None, time.monotonic()
         # What is there now stays: the collector need not look through it while tokens flow.
         gc.collect()
         gc.freeze()
@@ -124,9 +124,10 @@ class Service:
                 await self._restart(reason)
 
     async def _restart(self, reason: str) -> None:
-        delay = FIRST_BACK_OFF
+        served = time.monotonic() - self._ready_since
         while not self.draining:
-            self.problem = f"the engine stopped and is being restarted: {reason}"
+            delay = self._back_off.next(served)
+            self.problem = f"the engine stopped and is being restarted in {delay:g} s: {reason}"
             logger.error("%s", self.problem)
             broken, self._llm = self._llm, None
             if broken is not None:
@@ -135,11 +136,11 @@ class Service:
             await asyncio.sleep(delay)
             self.restarts += 1
             try:
-                self._llm = await _in_daemon(self._make)
+                self._llm = await in_daemon(self._make)
             except Exception as error:  # noqa: BLE001 - tried again, ever more slowly
-                reason, delay = str(error), min(2 * delay, LAST_BACK_OFF)
+                reason, served = str(error), 0.0
             else:
-                self.problem = None
+                self.problem, self._ready_since = None, time.monotonic()
                 logger.warning("the engine is back after restart %d", self.restarts)
                 return
 
@@ -331,6 +332,8 @@ class Service:
             if isinstance(error, PagedLLMError) or not constrained:
                 raise
             raise invalid(f"the constraint cannot be used: {shortened(str(error))}") from error
+        if params is not None:
+            self.metrics.observe("max_new", params.max_tokens)
         timeout = limits.timeout if limits.timeout is not None else self.options.timeout
         return Run(self, llm, request, timeout, started)
 
@@ -420,28 +423,3 @@ class Run:
 
 def _complete(output: RequestOutput) -> bool:
     return output.finished and all(a.finish_reason in ("stop", "length") for a in output.outputs)
-
-
-async def _in_daemon(work: Callable[[], AsyncLLM]) -> AsyncLLM:
-    """Run in a thread that does not keep the process from exiting, unlike ``to_thread``'s."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[AsyncLLM] = loop.create_future()
-
-    def settle(result: AsyncLLM | None, error: Exception | None) -> None:
-        if done.cancelled():
-            return
-        if result is not None:
-            done.set_result(result)
-        else:
-            done.set_exception(error or RuntimeError("no engine"))
-
-    def run() -> None:
-        result, failure = None, None
-        try:
-            result = work()
-        except Exception as error:  # noqa: BLE001 - raised again where it is awaited
-            failure = error
-        loop.call_soon_threadsafe(settle, result, failure)
-
-    threading.Thread(target=run, name="pagedllm-load", daemon=True).start()
-    return await done

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 
 from pagedllm import PagedLLMError, SamplingParams
 from pagedllm.structured import StructuredOutput
-from pagedllm_server.errors import ApiError, from_engine, invalid, unsupported
+from pagedllm_server.errors import ApiError, from_engine, invalid, naming, unsupported
 from pagedllm_server.service import Limits
 from pagedllm_server.sse import EventStream, event, while_client_waits
 from pagedllm_server.tokens import new_tokens, top
@@ -45,6 +45,11 @@ NAMES = {
 
 async def generate(server: Server, request: Request, body: GenerateRequest) -> Response:
     """Answer a prompt at once, with TGI's headers."""
+    with naming(NAMES):
+        return await _generate(server, request, body)
+
+
+async def _generate(server: Server, request: Request, body: GenerateRequest) -> Response:
     arrived = time.perf_counter()
     parameters = _parameters(body)
     params = sampling_params(server, parameters, stream=False)
@@ -71,6 +76,11 @@ async def generate(server: Server, request: Request, body: GenerateRequest) -> R
 async def generate_stream(server: Server, request: Request, body: GenerateRequest) -> Response:
     """Answer a prompt token by token."""
     del request  # the stream itself watches whether its client is there
+    with naming(NAMES):
+        return await _generate_stream(server, body)
+
+
+async def _generate_stream(server: Server, body: GenerateRequest) -> Response:
     parameters = _parameters(body)
     params = sampling_params(server, parameters, stream=True)
     tokens = await _prompt(server, body, parameters)
@@ -138,7 +148,6 @@ async def _prompt(server: Server, body: GenerateRequest, given: GenerateParamete
     if given.truncate is not None:
         tokens = tokens[-given.truncate :]
     server.service.check_prompt(len(tokens), "inputs")
-    server.metrics.observe("max_new", given.max_new_tokens)
     return tokens
 
 
@@ -182,7 +191,7 @@ def sampling_params(server: Server, given: GenerateParameters, *, stream: bool) 
         repetition_penalty=given.repetition_penalty or 1.0,
         frequency_penalty=given.frequency_penalty or 0.0,
         seed=seed,
-        stop=[text for text in given.stop if text],
+        stop=given.stop,
         max_tokens=given.max_new_tokens,
         logprobs=top_n if stream or given.details or best_of > 1 or top_n else None,
         prompt_logprobs=0 if given.decoder_input_details else None,

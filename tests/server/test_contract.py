@@ -38,12 +38,64 @@ def test_headers_and_the_roots_list(http):
         assert each <= inference
 
 
+def check_stream_headers(answer):
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert answer.headers["cache-control"] == "no-cache"
+    assert answer.headers["x-accel-buffering"] == "no"  # for a proxy, such as nginx
+    assert answer.headers["x-request-id"]
+    assert "content-length" not in answer.headers
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "A", "max_tokens": 2}),
+        ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 2}),
+        ("/v1/responses", {"input": "A", "max_output_tokens": 2}),
+    ],
+)
+def test_headers_of_openai_streams(http, path, body):
+    with http.stream("POST", path, json={**body, "stream": True}) as answer:
+        check_stream_headers(answer)
+        assert events(answer)
+
+
+def test_counters_have_what_is_refused_and_every_route(http):
+    def counted():
+        lines = http.get("/metrics").text.splitlines()
+        found = dict(line.rsplit(" ", 1) for line in lines if line.startswith("tgi_request_"))
+        return [
+            float(found[f"tgi_request_{name}"])
+            for name in ("count", "success", "failure", "max_new_tokens_count")
+        ]
+
+    before = counted()
+    for path, body in (
+        ("/generate", {"inputs": "A", "parameters": {"max_new_tokens": 2}}),
+        ("/v1/completions", {"prompt": "A", "max_tokens": 2}),
+        ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 2}),
+        ("/v1/responses", {"input": "A", "max_output_tokens": 2}),
+    ):
+        assert http.post(path, json=body).status_code == 200
+    for path, body in (
+        ("/generate", {"inputs": ""}),
+        ("/generate_stream", {"inputs": "A", "parameters": {"temperature": 0}}),
+        ("/v1/completions", {"prompt": "A", "max_tokens": 9999}),
+        ("/tokenize", {"inputs": ""}),  # generates nothing, and so counts for nothing
+    ):
+        assert http.post(path, json=body).status_code == 422
+    assert [now - then for now, then in zip(counted(), before, strict=True)] == [7, 4, 3, 4]
+
+
 @pytest.mark.parametrize("path", ["/", "/generate_stream"])
 def test_events_of_the_native_routes(http, path):
     body = {"inputs": "Once upon", "parameters": {"max_new_tokens": 4, "top_n_tokens": 2}}
     body |= {"stream": True} if path == "/" else {}
     with http.stream("POST", path, json=body) as answer:
-        assert answer.headers["content-type"].startswith("text/event-stream")
+        check_stream_headers(answer)
+        assert answer.headers["x-compute-type"] == "cpu"
+        assert answer.headers["x-compute-characters"] == "9"
         found = events(answer)  # with no [DONE] at the end
     assert [event["index"] for event in found] == [1, 2, 3, 4]
     for event in found:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import socket
 import threading
 
@@ -14,11 +15,13 @@ from server_process import events, serving, wait_until
 
 LONG = {"max_new_tokens": 6000}
 KEY = "key-of-the-house-4711"
+ORIGIN = "https://page.example"
 
 
 @pytest.fixture(scope="module")
 def server(tiny_and_long):
     options = ("--max-concurrent-requests", "6", "--api-key", KEY, "--json-logs")
+    options += ("--cors-allow-origin", ORIGIN)
     with serving(tiny_and_long, *options) as running:
         yield running
         assert KEY not in running.output
@@ -233,7 +236,33 @@ def test_no_route_but_the_probes_opens_without_the_key(server, header):
             assert answer.status_code == 401, path
             assert answer.headers["www-authenticate"] == "Bearer"
         for path in ("/generate", "/v1/completions", "/tokenize", "/invocations"):
-            assert client.post(path, json={"inputs": "A", "prompt": "A"}).status_code == 401
+            answer = client.post(path, json={"inputs": "A", "prompt": "A"})
+            assert answer.status_code == 401
+            body = answer.json()
+            if path.startswith("/v1"):
+                error = body["error"]
+                assert set(error) == {"message", "type", "param", "code"}
+                assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
+            else:
+                assert set(body) == {"error", "error_type"}
+                assert body["error_type"] == "unauthorized"
+
+
+def test_a_browser_sees_what_was_refused(http, server):
+    """Without the header it shows a page's script nothing, and calls it a network error."""
+    large = {"inputs": "word " * 1_000_000}
+    with httpx.Client(base_url=server.url, headers={"Origin": ORIGIN}) as client:
+        answers = [
+            client.post("/generate", json={"inputs": "A"}),
+            client.post(
+                "/generate", json=large, headers={"Authorization": f"Bearer {KEY}"}, timeout=120
+            ),
+            client.post("/generate", json={}, headers={"Authorization": f"Bearer {KEY}"}),
+            client.options("/generate", headers={"Access-Control-Request-Method": "POST"}),
+        ]
+    assert [answer.status_code for answer in answers] == [401, 413, 422, 200]
+    for answer in answers:
+        assert answer.headers["access-control-allow-origin"] == ORIGIN
 
 
 def test_request_ids_go_in_and_out(http, server):
@@ -247,8 +276,13 @@ def test_request_ids_go_in_and_out(http, server):
 # -- time -----------------------------------------------------------------------------
 
 
+def failures(http):
+    [found] = re.findall(r"^tgi_request_failure (\S+)$", http.get("/metrics").text, re.MULTILINE)
+    return float(found)
+
+
 def test_a_full_server_says_when_to_come_back(http):
-    held, lines = [], []
+    held, lines, before = [], [], failures(http)
     try:
         for _ in range(6):
             request = http.build_request(
@@ -262,6 +296,7 @@ def test_a_full_server_says_when_to_come_back(http):
             assert answer.status_code == 429
             assert int(answer.headers["retry-after"]) >= 1
         assert http.post("/generate", json={"inputs": "A"}).json()["error_type"] == "overloaded"
+        assert failures(http) == before + 3
     finally:
         for response in held:
             response.close()

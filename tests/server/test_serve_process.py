@@ -18,6 +18,7 @@ import pytest
 
 from pagedllm import ConfigError
 from pagedllm_server.cli import parse
+from pagedllm_server.life import BackOff
 from server_process import ServerProcess, serving, wait_until
 
 LONG = {"inputs": "A", "parameters": {"max_new_tokens": 2000}}
@@ -126,6 +127,7 @@ def test_names_that_are_served(watched):
 
 
 def test_an_engine_that_dies_is_noticed_and_replaced(watched):
+    """And the second time later than the first, though it had loaded well in between."""
     [engine] = psutil.Process(watched.process.pid).children()
     with httpx.Client(base_url=watched.url, timeout=120) as http:
         with http.stream("POST", "/generate_stream", json=LONG) as response:
@@ -140,12 +142,31 @@ def test_an_engine_that_dies_is_noticed_and_replaced(watched):
         refused = http.post("/generate", json=LONG)
         assert refused.status_code == 503
         assert "restarted" in refused.json()["error"]
-        assert "restarted" in http.get("/stats").json()["problem"]
+        assert "restarted in 0.5 s" in http.get("/stats").json()["problem"]
         wait_until(lambda: http.get("/health").status_code == 200)
         body = {"inputs": "A", "parameters": {"max_new_tokens": 3}}
         assert http.post("/generate", json=body).status_code == 200
         assert http.get("/stats").json()["restarts"] == 1
         assert "pagedllm_engine_restarts_total 1.0" in http.get("/metrics").text
+        [engine] = psutil.Process(watched.process.pid).children()
+        os.kill(engine.pid, signal.SIGKILL)
+        problems = []
+
+        def stopped():
+            problems.append(http.get("/stats").json()["problem"])
+            return problems[-1] is not None
+
+        wait_until(stopped)
+        assert "restarted in 1 s" in problems[-1]
+        wait_until(lambda: http.get("/health").status_code == 200)
+        assert http.get("/stats").json()["restarts"] == 2
+
+
+def test_an_engine_that_keeps_dying_is_restarted_ever_more_slowly():
+    back_off = BackOff()
+    waits = [back_off.next(served=5.0) for _ in range(9)]
+    assert waits == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
+    assert [back_off.next(served) for served in (60.0, 59.0, 0.0)] == [0.5, 1.0, 2.0]
 
 
 def test_metrics_have_the_names_of_every_dashboard(watched):
@@ -258,6 +279,14 @@ def test_a_model_that_is_not_there_is_one_line(tmp_path):
     assert "Traceback" not in missing.output
 
 
+def test_a_quantisation_that_is_not_there_is_one_line(tiny_with_text):
+    wrong = ServerProcess(tiny_with_text, "--port", "0", "--quantize", "bitsandbytes", wait=False)
+    assert wrong.process.wait(120) == 2
+    wrong.stop()
+    [line] = [each for each in wrong.errors if each.startswith("pagedllm: error")]
+    assert "quantization: no plugin registers 'bitsandbytes'; there are int4, int8" in line
+
+
 # -- flags ----------------------------------------------------------------------------
 
 
@@ -302,6 +331,11 @@ def test_environment_below_file_below_flags(tmp_path):
         (["m", "--model", "n"], "the model is given twice"),
         (["--max-waiting-tokens", "2"], "--max-waiting-tokens has no meaning here"),
         (["--lora-adapters", "a"], "adapters are not supported"),
+        (["--sharded", "true"], "--sharded has no meaning here"),
+        (["--kv-cache-dtype", "fp8_e5m2"], "--kv-cache-dtype has no meaning here: the cache has"),
+        (["--enable-fp8"], "--enable-fp8: no plugin that is installed has a method 'fp8'; use "),
+        (["--enable-fp8", "--quantization", "int8"], "--enable-fp8 and --quantization int8"),
+        (["--enable-fp8", "--quantize", "int8"], "--enable-fp8 and --quantization int8"),
         (["--ssl-certfile", "a"], "ssl_certfile and ssl_keyfile belong together"),
         (["--api-key", " "], "api_key is empty"),
         (["--max-total-tokens", "many"], "max_model_len"),
@@ -313,6 +347,18 @@ def test_wrong_flags_are_named(flags, said):
         parse(flags, {})
     assert said in str(wrong.value)
     assert "\n" not in str(wrong.value)
+
+
+def test_launcher_values_that_ask_for_nothing_are_taken():
+    quiet = {"KV_CACHE_DTYPE": "auto", "SHARDED": "false"}
+    config, _, notes = parse(["m", "--kv-cache-dtype", "auto", "--sharded", "false"], quiet)
+    assert config.model == "m"
+    assert notes == []
+    assert parse(["m"], {"SHARDED": "true"})[2] == [
+        "the environment variable SHARDED has no meaning here"
+    ]
+    with pytest.raises(ConfigError, match="KV_CACHE_DTYPE has no meaning here"):
+        parse(["m"], {"KV_CACHE_DTYPE": "fp8_e4m3fn"})
 
 
 def test_wrong_files_are_named(tmp_path):
