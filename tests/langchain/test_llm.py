@@ -264,7 +264,9 @@ def test_a_cache_tells_settings_apart(settings):
         {"logits_processors": [lambda ids, logits: -logits]},
     ):
         other = PagedLLM(**{**settings, "temperature": 0, "cache": cache, **change})
-        assert other.invoke("Once upon") != first, change
+        before = other.engine.stats().requests
+        other.invoke("Once upon")  # random weights: the text may well be the same
+        assert other.engine.stats().requests == before + 1, change
     assert one._identifying_params["dtype"] == "float32"
 
 

@@ -118,12 +118,13 @@ class BoundedStore:
         answer = self._unstored.get(key)
         try:
             # It may have gone down while this waited, or been stored with another's of the key.
-            if answer is not None and not self._down:
-                self._store.put(key, answer)
-                self.num_stored += 1
+            if answer is None or self._down:
+                return
+            self._store.put(key, answer)
         finally:
             with self._lock:
                 self._unstored.pop(key, None)
+        self.num_stored += 1
 
     def _kept(self, future: Future[Any]) -> None:
         if error := future.exception():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import time
 
 import pytest
 
@@ -61,6 +62,8 @@ def test_without_the_server_every_request_is_answered_and_one_warning_said(
 ):
     with LLM(str(tiny_with_text), response_cache=setting(server)) as llm:
         first = once(llm)
+        while not llm.stats().response_cache.stored:  # until then it is answered from memory
+            time.sleep(0.01)
         server.stop()
         for _ in range(3):
             again = once(llm)
