@@ -76,7 +76,10 @@ CASES = {
         StructuredOutput(choice=["Zürich", 'a "quoted" one', "back\\slash", "line\nbreak"]),
         lambda text: text in ("Zürich", 'a "quoted" one', "back\\slash", "line\nbreak"),
     ),
-    "grammar": (StructuredOutput(grammar=ARITHMETIC), lambda text: eval(_decimal(text)) <= 3 * 99 * 99),
+    "grammar": (
+        StructuredOutput(grammar=ARITHMETIC),
+        lambda text: eval(_decimal(text)) <= 3 * 99 * 99,
+    ),
 }
 
 
