@@ -13,7 +13,7 @@ from pagedllm.models.compiled import CompiledModel, why_not
 from pagedllm.models.decoder import NativeModel
 from pagedllm_kernels.numba_cpu.attention import NumbaAttention
 from pagedllm_kernels.numba_cpu.decoder import FEW_ROWS, SPLIT_ROWS
-from tiny_families import FAMILIES, build
+from tiny_families import FAMILIES, build, decided
 
 DENSE = [n for n, f in FAMILIES.items() if f.native and n not in ("mixtral", "qwen3-moe")]
 
@@ -39,21 +39,27 @@ def both(name, folder, seed, dtype, attention, **changes):
     return plain, CompiledModel(NativeModel(spec, weights, attention, plain.eos_token_ids))
 
 
+def answers_of(model, seed):
+    """What it writes after some prompts in steps of any size, one of them computed twice."""
+    rng = random.Random(seed)
+    driver = Driver(model, rng, page_size=rng.choice([3, 4, 16]))
+    prompts = [[rng.randrange(1, 320) for _ in range(n)] for n in (1, 5, 22, 47)]
+    running = [driver.add(prompt, 40) for prompt in prompts]
+    for _ in range(15):
+        driver.step((1, 3, 7, 40))
+    driver.preempt(running[2])
+    driver.run()
+    return running
+
+
 @pytest.mark.parametrize("name", DENSE)
 def test_tokens_and_logprobs_are_those_of_the_torch_decoder(name, tmp_path, seed, attention):
-    models = both(name, tmp_path, seed, "float32", attention)
-    answers = []
-    for model in models:
-        rng = random.Random(seed)
-        driver = Driver(model, rng, page_size=rng.choice([3, 4, 16]))
-        prompts = [[rng.randrange(1, 320) for _ in range(n)] for n in (1, 5, 22, 47)]
-        running = [driver.add(prompt, 40) for prompt in prompts]
-        for _ in range(15):
-            driver.step((1, 3, 7, 40))
-        driver.preempt(running[2])
-        driver.run()
-        answers.append(running)
-    for plain, compiled in zip(*answers, strict=True):
+    for attempt in range(seed, seed + 100):
+        models = both(name, tmp_path, attempt, "float32", attention)
+        wanted = answers_of(models[0], attempt)
+        if all(decided(torch.stack(answer.logprobs)) for answer in wanted):
+            break
+    for plain, compiled in zip(wanted, answers_of(models[1], attempt), strict=True):
         assert compiled.tokens == plain.tokens
         difference = torch.stack(compiled.logprobs) - torch.stack(plain.logprobs)
         assert difference.abs().max() < 1e-3

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from paged_driver import logits_of
 from pagedllm.errors import UnsupportedModelError
 from pagedllm.models import load_model
-from tiny_families import build
+from tiny_families import build, build_clear
 
 TIERS = ("native", "generic")
 TOKENS = list(range(3, 40))
@@ -49,7 +49,7 @@ def seed():
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_sharded_weights(tmp_path, tier, name, seed):
-    model = build(name, seed)
+    model = build_clear(name, seed, [TOKENS])
     model.save_pretrained(tmp_path, max_shard_size="60KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 3
     loaded = load_model(str(tmp_path), model_impl=tier)
@@ -109,7 +109,7 @@ def test_loading_takes_little_more_memory_than_the_weights():
 
 
 def test_experts_as_mixtral_publishes_them_and_merged(tmp_path, seed):
-    model = build("mixtral", seed)
+    model = build_clear("mixtral", seed, [TOKENS])
     wanted = reference_logits(model)
     model.save_pretrained(tmp_path)
     assert any(".w1." in name for name in load_file(tmp_path / "model.safetensors"))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pagedllm import LLM, AsyncLLM, RequestTooLongError, SamplingParams, ValidationError
-from tiny_families import FAMILIES, build
+from tiny_families import FAMILIES, build, build_clear
 
 NAMES = ("llama", "gemma2", "olmo2", "granite", "qwen3-moe", "gpt2", "opt", "starcoder2")
 CASES = [
@@ -51,9 +51,9 @@ def folder(tmp_path_factory, seed):
 
 @pytest.mark.parametrize(("name", "tier", "attention"), CASES)
 def test_they_are_the_states_of_transformers(name, tier, attention, seed):
-    model = build(name, seed)
     rng = random.Random(seed)
     prompts = [[rng.randrange(1, 320) for _ in range(n)] for n in (1, 2, 5, 22, 90)]
+    model = build_clear(name, seed, prompts)
     with LLM.from_model(
         model, model_impl=tier, attention_backend=attention, page_size=4, num_pages=200,
         max_num_batched_tokens=32, max_batch_size=8, threads=1,
