@@ -33,8 +33,16 @@ def chi_square_bound(freedom):
 
 
 def chi_square(observed, probabilities):
+    """Statistic and degrees of freedom; outcomes that hardly ever happen are counted together."""
     expected = probabilities * observed.sum()
-    return float(((observed - expected) ** 2 / expected).sum())
+    rare = expected < 20
+    if rare.any():
+        # With the least of the others, lest they be too few even together.
+        rare |= expected == expected[~rare].min()
+        observed, expected = (
+            np.append(counts[~rare], counts[rare].sum()) for counts in (observed, expected)
+        )
+    return float(((observed - expected) ** 2 / expected).sum()), len(expected) - 1
 
 
 def series(kind, start, count):
@@ -66,7 +74,8 @@ def test_numbers_are_uniform_and_independent(kind, start):
     for lag in (1, 2, 63, 64):
         cells = (numbers[:-lag] * 16).astype(int) * 16 + (numbers[lag:] * 16).astype(int)
         observed = np.bincount(cells, minlength=256)
-        assert chi_square(observed, np.full(256, 1 / 256)) < chi_square_bound(255)
+        statistic, freedom = chi_square(observed, np.full(256, 1 / 256))
+        assert statistic < chi_square_bound(freedom)
 
 
 def test_numbers_are_those_of_the_published_function():
@@ -97,7 +106,8 @@ def test_tokens_have_their_probabilities(choose, kind, temperature):
         drawn = tokens_of(row.expand(len(states), -1).contiguous(), states)
         counts += np.bincount(drawn, minlength=VOCAB)
     probabilities = (row.double() / temperature).softmax(0).numpy()
-    assert chi_square(counts, probabilities) < chi_square_bound(VOCAB - 1)
+    statistic, freedom = chi_square(counts, probabilities)
+    assert statistic < chi_square_bound(freedom)
 
 
 @pytest.mark.parametrize("vocab", [9000, 49_152 + 17])
@@ -111,7 +121,8 @@ def test_a_large_vocabulary_is_drawn_from_evenly_to_its_last_token(choose, vocab
         drawn += tokens_of(logits.expand(100, -1), states)
     ends = np.linspace(0, vocab, 17).astype(int)
     observed = np.histogram(drawn, ends)[0]
-    assert chi_square(observed, np.diff(ends) / vocab) < chi_square_bound(15)
+    statistic, freedom = chi_square(observed, np.diff(ends) / vocab)
+    assert statistic < chi_square_bound(freedom)
 
 
 @pytest.mark.parametrize("vocab", [60, 5000])
