@@ -16,7 +16,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import signal
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
+
+# On a machine that others use any example may take long: a time-out ends a test that hangs.
+hypothesis.settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any machine")
 
 # A shell that starts a job in the background makes it ignore Ctrl-C, and so would every
 # process that a test starts to press Ctrl-C in.
@@ -62,4 +69,20 @@ def tiny_with_text(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path)
     path = tmp_path_factory.mktemp("tiny-text")
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny_and_long(tmp_path_factory: pytest.TempPathFactory, tiny_with_text: Path) -> Path:
+    """The same model for answers of thousands of tokens: what is asked while one runs is.
+
+    However the machine is loaded, such an answer takes seconds.
+    """
+    import json
+    import shutil
+
+    path = shutil.copytree(tiny_with_text, tmp_path_factory.mktemp("long") / "tiny")
+    config = json.loads((path / "config.json").read_text())
+    config["max_position_embeddings"] = 8192
+    (path / "config.json").write_text(json.dumps(config))
     return path

@@ -98,32 +98,32 @@ def test_late_ones_take_a_quarter_of_the_batch_or_all_of_it_when_they_are_alone(
     assert all(s.status is Status.RUNNING for s in alone)
 
 
-async def _first_done(llm):
-    import asyncio
-
-    params = SamplingParams(max_tokens=20, ignore_eos=True)
-    done = []
-
-    async def ask(name, **targets):
-        async for _ in llm.submit(llm.prepare("Hello", params, **targets)):
-            pass
-        done.append(name)
-
-    await asyncio.gather(ask("no hurry", ttft_target=60), ask("hurry", ttft_target=20))
-    return done
+async def _metrics(stream):
+    async for output in stream:
+        last = output
+    return last.metrics
 
 
-def test_through_the_engine(tiny_with_text):
+def test_through_the_engine(tiny_and_long):
     import asyncio
 
     async def main():
         options = {"scheduling_policy": "deadline", "max_batch_size": 1, "threads": 1}
-        # Both are there before the first step.
-        async with AsyncLLM(str(tiny_with_text), batch_timeout_ms=300, **options) as llm:
-            await _first_done(llm)
-            return await _first_done(llm)
+        async with AsyncLLM(str(tiny_and_long), **options) as llm:
 
-    assert asyncio.run(main())[-1] == "no hurry"
+            def ask(tokens, **targets):
+                params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+                return llm.submit(llm.prepare("Hello", params, **targets))
+
+            # Both are there before the engine has room for either.
+            first = ask(8000, ttft_target=600)
+            await anext(first)
+            streams = ask(20, ttft_target=600), ask(20, ttft_target=300)
+            await first.aclose()
+            return await asyncio.gather(*map(_metrics, streams))
+
+    no_hurry, hurry = asyncio.run(main())
+    assert hurry.finished_time <= no_hurry.first_token_time
 
 
 def test_targets_need_the_policy(tiny_with_text):
