@@ -12,6 +12,7 @@ import time
 from contextlib import contextmanager
 
 import httpx
+import psutil
 
 BANNER = re.compile(r"^pagedllm serves .* at (https?://\S+) on .*tokens$")
 
@@ -92,6 +93,12 @@ def wait_until(condition, seconds=120.0):
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
         time.sleep(0.02)
+
+
+def kill_engine(server):
+    """End a server's engine process, as running out of memory does."""
+    [engine] = psutil.Process(server.process.pid).children()
+    engine.kill()
 
 
 def events(response):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import threading
 import time
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -149,8 +150,11 @@ class Tracer:
         span.end(time.time_ns())
 
     def close(self) -> None:
-        """Send what is left, and stop."""
-        self._provider.shutdown()
+        """Send what is left, and stop; takes :data:`EXPORT_SECONDS` at most."""
+        # The library's own bound is half a minute, which it spends on a collector that is gone.
+        last = threading.Thread(target=self._provider.shutdown, daemon=True)
+        last.start()
+        last.join(EXPORT_SECONDS)
 
 
 def _is_there(name: str) -> bool:

@@ -11,14 +11,11 @@ import pytest
 from huggingface_hub import AsyncInferenceClient, InferenceClient, constants
 from huggingface_hub.errors import (
     HfHubHTTPError,
-    OverloadedError,
     TextGenerationError,
 )
 from huggingface_hub.errors import ValidationError as HubValidationError
 from langchain_huggingface import HuggingFaceEndpoint
 from langchain_openai import ChatOpenAI, OpenAI
-
-from server_process import serving, wait_until
 
 MESSAGES = [{"role": "user", "content": "Say something."}]
 
@@ -150,24 +147,6 @@ def test_hub_is_async_too(server):
             await hub.text_generation("A", max_new_tokens=10_000)
 
     asyncio.run(ask())
-
-
-def test_hub_learns_of_a_server_that_is_full(tiny_and_long):
-    with serving(tiny_and_long, "--max-concurrent-requests", "1") as busy:
-        hub = InferenceClient(busy.url)
-        stream = hub.text_generation("A", max_new_tokens=8000, stream=True)
-        next(stream)
-        with pytest.raises(OverloadedError, match="max_concurrent_requests"):
-            hub.text_generation("A")
-        impatient = openai.OpenAI(base_url=f"{busy.url}/v1", api_key="x", max_retries=0)
-        with pytest.raises(openai.RateLimitError) as refused:
-            impatient.completions.create(model="x", prompt="A")
-        assert int(refused.value.response.headers["retry-after"]) >= 1
-        del stream
-        wait_until(busy.is_idle)
-        # With its usual retries the client waits for its turn.
-        patient = openai.OpenAI(base_url=f"{busy.url}/v1", api_key="x")
-        assert patient.completions.create(model="x", prompt="A").choices[0].text
 
 
 # -- openai ---------------------------------------------------------------------------

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import importlib
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from server_process import serving, wait_until
+from server_process import wait_until
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "serve.py"
 
@@ -63,16 +65,14 @@ def test_256_streams_at_once_are_all_answered_whole(server, client_class):
     ask_256(server, client_class)
 
 
-def test_256_streams_of_an_engine_in_its_own_process(tiny_with_text, client_class):
-    with serving(tiny_with_text, "--engine", "process") as other:
-        ask_256(other, client_class)
+def test_256_streams_of_an_engine_in_its_own_process(process_server, client_class):
+    ask_256(process_server, client_class)
 
 
-@pytest.mark.parametrize("arrivals", ["poisson", "bursty"])
-def test_the_load_generator_measures(server, tmp_path, arrivals):
+def test_the_load_generator_measures(server, tmp_path):
     picture = tmp_path / "latencies.png"
     status, [found] = benchmark(
-        "load", "--url", server.url, "--rate", 20, "--requests", 24, "--arrivals", arrivals,
+        "load", "--url", server.url, "--rate", 20, "--requests", 24, "--arrivals", "bursty",
         "--output-len", 8, "--ttft-target", 1000, "--plot", picture,
     )  # fmt: skip
     assert status == 0
@@ -81,6 +81,20 @@ def test_the_load_generator_measures(server, tmp_path, arrivals):
     for name in ("ttft_ms", "itl_ms", "e2e_ms"):
         assert 0 < found[name]["p50"] <= found[name]["p90"] <= found[name]["p99"]
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("kind", "together"), [("poisson", 1), ("bursty", 8)])
+def test_requests_arrive_as_often_as_is_asked(benchmarks, kind, together):
+    seed = random.randrange(2**32)
+    print("seed:", seed)
+    options = argparse.Namespace(arrivals=kind)
+    moments = benchmarks[0].arrivals(options, random.Random(seed), rate=20.0, number=4000)
+    assert len(moments) == 4000
+    assert moments == sorted(moments)
+    assert len(set(moments)) == 4000 / together
+    # The mean of as many exponential gaps: seven of its standard deviations.
+    tolerance = 7 * (together / 4000) ** 0.5
+    assert moments[-1] / 4000 == pytest.approx(1 / 20, rel=tolerance)
 
 
 def test_policies_are_compared_by_targets_of_their_own(tiny_with_text):
@@ -125,13 +139,15 @@ def test_a_leak_is_told_from_buffers_that_grow_once(benchmarks):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_minute_of_everything_leaves_nothing_behind(tiny_with_text):
-    """The full form: benchmarks/serve.py soak --seconds 1800, with memory flat within 2 %.
+    """A minute with its warming up and its looks at what is held at rest.
+
+    The full form: benchmarks/serve.py soak --seconds 1800, with memory flat within 2 %.
 
     Resident memory has a wider bound here, for a process that has just started; what is
     allocated is counted exactly, and has none.
     """
     status, [found] = benchmark(
-        "soak", "--model", tiny_with_text, "--seconds", 48, "--memory-growth", 0.15,
+        "soak", "--model", tiny_with_text, "--seconds", 32, "--memory-growth", 0.15,
         "--threads", 1,
     )  # fmt: skip
     assert found["problems"] == []

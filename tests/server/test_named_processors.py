@@ -5,35 +5,13 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from plugin_site import installed
-from server_process import serving
-
-PLUGIN = """
-    from pagedllm import hookimpl
-
-    @hookimpl
-    def pagedllm_logits_processors():
-        return {"only": "house:only", "secret": "house:only"}
-
-    def only(token_ids):
-        def process(generated, logits):
-            kept = logits[list(token_ids)].clone()
-            logits[:] = float("-inf")
-            logits[list(token_ids)] = kept
-            return logits
-        return process
-"""
 ONLY = {"name": "only", "token_ids": [40]}
 
 
-@pytest.fixture(scope="module", params=["thread", "process"])
-def base(request, tiny_with_text, tmp_path_factory):
-    flags = ["--engine", request.param, "--logits-processors", "only"]
-    with (
-        installed(tmp_path_factory.mktemp("site"), house=PLUGIN),
-        serving(tiny_with_text, *flags) as server,
-        httpx.Client(base_url=server.url, timeout=120) as client,
-    ):
+@pytest.fixture(scope="module", params=["shared_server", "process_server"])
+def base(request):
+    server = request.getfixturevalue(request.param)  # the engine in a thread, in a process
+    with httpx.Client(base_url=server.url, timeout=120) as client:
         yield client
 
 
@@ -67,11 +45,3 @@ def test_what_is_wrong_is_422_with_the_field(base, given, words):
     assert error["param"].startswith("logits_processors")
     for word in words:
         assert word in error["message"]
-
-
-def test_without_the_flag_none_may_be_named(tiny_with_text, tmp_path):
-    with installed(tmp_path, house=PLUGIN), serving(tiny_with_text) as server:
-        body = {"prompt": "x", "logits_processors": [ONLY]}
-        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120)
-    assert answer.status_code == 422
-    assert "lets requests name none, not 'only'" in answer.json()["error"]["message"]

@@ -9,7 +9,10 @@ import socket
 import threading
 
 import httpx
+import openai
 import pytest
+from huggingface_hub import InferenceClient, constants
+from huggingface_hub.errors import OverloadedError
 
 from server_process import events, serving, wait_until
 
@@ -273,6 +276,13 @@ def test_request_ids_go_in_and_out(http, server):
     assert forged.headers["x-request-id"].startswith("req-")
 
 
+def test_without_the_flag_no_processor_may_be_named(http):
+    body = {"prompt": "x", "logits_processors": [{"name": "only", "token_ids": [40]}]}
+    answer = http.post("/v1/completions", json=body)
+    assert answer.status_code == 422
+    assert "lets requests name none, not 'only'" in answer.json()["error"]["message"]
+
+
 # -- time -----------------------------------------------------------------------------
 
 
@@ -281,7 +291,10 @@ def failures(http):
     return float(found)
 
 
-def test_a_full_server_says_when_to_come_back(http):
+def test_a_full_server_says_when_to_come_back(http, server, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # which it takes for a ban of this
+    hub = InferenceClient(server.url, token=KEY)
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY)
     held, lines, before = [], [], failures(http)
     try:
         for _ in range(6):
@@ -297,9 +310,17 @@ def test_a_full_server_says_when_to_come_back(http):
             assert int(answer.headers["retry-after"]) >= 1
         assert http.post("/generate", json={"inputs": "A"}).json()["error_type"] == "overloaded"
         assert failures(http) == before + 3
+        with pytest.raises(OverloadedError, match="max_concurrent_requests"):
+            hub.text_generation("A")
+        with pytest.raises(openai.RateLimitError) as refused:
+            client.with_options(max_retries=0).completions.create(model="x", prompt="A")
+        assert int(refused.value.response.headers["retry-after"]) >= 1
     finally:
         for response in held:
             response.close()
+    wait_until(server.is_idle)
+    # With its usual retries the client waits for its turn.
+    assert client.completions.create(model="x", prompt="A").choices[0].text
 
 
 @pytest.mark.parametrize("stream", [False, True])

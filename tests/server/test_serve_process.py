@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
-import socket
-import ssl
 import subprocess
 import sys
-from contextlib import contextmanager
 
 import httpx
-import psutil
 import pytest
 
 from pagedllm import ConfigError
 from pagedllm_server.cli import parse
 from pagedllm_server.life import BackOff
-from server_process import ServerProcess, serving, wait_until
+from server_process import ServerProcess, kill_engine, wait_until
 
 LONG = {"inputs": "A", "parameters": {"max_new_tokens": 2000}}
 
@@ -53,57 +48,26 @@ m --max-num-batched-tokens 512 --max-batch-size 3 --force-max-tokens 9 --batch-t
 """
 
 
-@contextmanager
-def reserved_port():
-    """A port that nobody else is given meanwhile: bound here, and listened on by the server."""
-    with socket.socket() as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("127.0.0.1", 0))
-        yield held.getsockname()[1]
-
-
 # -- life -----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def watched(tiny_and_long):
-    """A server whose start was watched, with its engine in another process."""
-    with reserved_port() as port:
-        running = ServerProcess(
-            tiny_and_long, "--port", port, "--threads", "1", "--engine", "process",
-            "--served-model-name", "tiny", wait=False,
-        )  # fmt: skip
-        seen = []
-
-        def health():
-            try:
-                seen.append(httpx.get(f"http://127.0.0.1:{port}/health", timeout=120))
-            except httpx.TransportError:
-                return False
-            return seen[-1].status_code == 200
-
-        try:
-            wait_until(health, 240)
-            running.ready.wait(120)
-            running.seen = seen
-            yield running
-        finally:
-            status = running.stop()
-    assert status == 0, running.output
+def server(process_server):
+    return process_server
 
 
-def test_it_listens_before_the_model_is_ready_and_then_says_where_it_is(watched):
-    first = watched.seen[0]
+def test_it_listens_before_the_model_is_ready_and_then_says_where_it_is(server):
+    first = server.seen[0]
     assert first.status_code == 503
     assert first.json() == {"error": "the model is loading", "error_type": "healthcheck"}
     assert int(first.headers["retry-after"]) > 0
-    [line] = watched.lines
-    assert line.startswith(f"pagedllm serves tiny at {watched.url} on cpu in float32: ")
+    [line] = server.lines
+    assert line.startswith(f"pagedllm serves tiny at {server.url} on cpu in float32: ")
     assert re.search(r"MiB of weights and .* of cache, which holds [\d,]+ tokens$", line.strip())
 
 
-def test_a_second_server_on_the_port_is_one_clear_line(watched, tiny_with_text):
-    port = watched.url.rpartition(":")[2]
+def test_a_second_server_on_the_port_is_one_clear_line(server, tiny_with_text):
+    port = server.url.rpartition(":")[2]
     second = subprocess.run(
         [sys.executable, "-m", "pagedllm.cli.main", "serve", str(tiny_with_text), "--port", port],
         capture_output=True,
@@ -118,48 +82,52 @@ def test_a_second_server_on_the_port_is_one_clear_line(watched, tiny_with_text):
     )
 
 
-def test_names_that_are_served(watched):
-    with httpx.Client(base_url=watched.url, timeout=120) as http:
+def test_names_that_are_served(server):
+    with httpx.Client(base_url=server.url, timeout=120) as http:
         assert [m["id"] for m in http.get("/v1/models").json()["data"]] == ["tiny"]
         for name, status in (("tiny", 200), ("dummy", 200), ("tgi", 200), ("gpt-9", 404)):
             body = {"model": name, "prompt": "A", "max_tokens": 1}
             assert http.post("/v1/completions", json=body).status_code == status
 
 
-def test_an_engine_that_dies_is_noticed_and_replaced(watched):
+def test_an_engine_that_dies_is_noticed_and_replaced(server):
     """And the second time later than the first, though it had loaded well in between."""
-    [engine] = psutil.Process(watched.process.pid).children()
-    with httpx.Client(base_url=watched.url, timeout=120) as http:
+    body = {"inputs": "A", "parameters": {"max_new_tokens": 3}}
+    with httpx.Client(base_url=server.url, timeout=120) as http:
+        before = http.get("/stats").json()["restarts"]
         with http.stream("POST", "/generate_stream", json=LONG) as response:
             lines = response.iter_lines()
             next(lines)
-            os.kill(engine.pid, signal.SIGKILL)
+            kill_engine(server)
             last = [line for line in lines if line][-1]
         error = json.loads(last.removeprefix("data: "))
         assert error["error_type"] == "generation"
         assert "SIGKILL" in error["error"]
-        wait_until(lambda: http.get("/health").status_code == 503)
+        first = delay(http)
         refused = http.post("/generate", json=LONG)
         assert refused.status_code == 503
         assert "restarted" in refused.json()["error"]
-        assert "restarted in 0.5 s" in http.get("/stats").json()["problem"]
         wait_until(lambda: http.get("/health").status_code == 200)
-        body = {"inputs": "A", "parameters": {"max_new_tokens": 3}}
         assert http.post("/generate", json=body).status_code == 200
-        assert http.get("/stats").json()["restarts"] == 1
-        assert "pagedllm_engine_restarts_total 1.0" in http.get("/metrics").text
-        [engine] = psutil.Process(watched.process.pid).children()
-        os.kill(engine.pid, signal.SIGKILL)
-        problems = []
-
-        def stopped():
-            problems.append(http.get("/stats").json()["problem"])
-            return problems[-1] is not None
-
-        wait_until(stopped)
-        assert "restarted in 1 s" in problems[-1]
+        assert http.get("/stats").json()["restarts"] == before + 1
+        assert f"pagedllm_engine_restarts_total {before + 1}.0" in http.get("/metrics").text
+        kill_engine(server)
+        assert delay(http) == 2 * first
         wait_until(lambda: http.get("/health").status_code == 200)
-        assert http.get("/stats").json()["restarts"] == 2
+        assert http.get("/stats").json()["restarts"] == before + 2
+
+
+def delay(http):
+    """Seconds until an engine that has just died is started again, once the server says so."""
+    found = []
+
+    def said():
+        problem = http.get("/stats").json()["problem"]
+        found.extend(re.findall(r"restarted in ([\d.]+) s", problem or ""))
+        return found
+
+    wait_until(said)
+    return float(found[0])
 
 
 def test_an_engine_that_keeps_dying_is_restarted_ever_more_slowly():
@@ -169,8 +137,8 @@ def test_an_engine_that_keeps_dying_is_restarted_ever_more_slowly():
     assert [back_off.next(served) for served in (60.0, 59.0, 0.0)] == [0.5, 1.0, 2.0]
 
 
-def test_metrics_have_the_names_of_every_dashboard(watched):
-    with httpx.Client(base_url=watched.url, timeout=120) as http:
+def test_metrics_have_the_names_of_every_dashboard(server):
+    with httpx.Client(base_url=server.url, timeout=120) as http:
         http.post("/generate", json={"inputs": "A b c", "parameters": {"max_new_tokens": 5}})
         text = http.get("/metrics").text
     samples = dict(
@@ -186,88 +154,15 @@ def test_metrics_have_the_names_of_every_dashboard(watched):
     assert states["used"] == 0
 
 
-def test_the_dashboard_asks_for_metrics_that_there_are(watched):
+def test_the_dashboard_asks_for_metrics_that_there_are(server):
     from pathlib import Path
 
     board = json.loads((Path(__file__).parents[2] / "docs" / "grafana.json").read_text())
-    text = httpx.get(f"{watched.url}/metrics").text
+    text = httpx.get(f"{server.url}/metrics").text
     for panel in board["panels"]:
         for target in panel.get("targets", ()):
             for name in re.findall(r"(?:vllm:|tgi_|pagedllm_)\w+", target["expr"]):
                 assert name in text, name
-
-
-def test_what_runs_is_finished_when_the_server_is_told_to_stop(tiny_and_long):
-    running = ServerProcess(tiny_and_long, "--port", "0", "--threads", "1")
-    with httpx.stream("POST", f"{running.url}/generate_stream", json=LONG, timeout=120) as answer:
-        lines = answer.iter_lines()
-        first = next(lines)
-        running.process.send_signal(signal.SIGTERM)
-        found = [json.loads(line.removeprefix("data: ")) for line in (first, *lines) if line]
-    assert running.stop(how=None) == 0
-    assert len(found) == found[-1]["details"]["generated_tokens"] == 2000
-    with pytest.raises(httpx.ConnectError):
-        httpx.get(f"{running.url}/health")
-
-
-def test_what_does_not_finish_in_time_gets_an_error(tiny_and_long):
-    running = ServerProcess(
-        tiny_and_long, "--port", "0", "--threads", "1", "--graceful-timeout", "0.3"
-    )
-    with httpx.stream("POST", f"{running.url}/generate_stream", json=LONG, timeout=120) as r:
-        lines = r.iter_lines()
-        next(lines)
-        running.process.send_signal(signal.SIGTERM)
-        last = [line for line in lines if line][-1]
-    assert json.loads(last.removeprefix("data: "))["error_type"] == "healthcheck"
-    assert running.stop(how=None) == 0
-
-
-def install_routes(folder):
-    """A distribution whose plugin has a group of routes."""
-    (folder / "house_routes.py").write_text(
-        "from pagedllm import hookimpl\n"
-        "@hookimpl\n"
-        "def pagedllm_server_routes():\n"
-        "    return {'house': 'house_routes:add'}\n"
-        "def add(app, service):\n"
-        "    @app.get('/house')\n"
-        "    async def house() -> dict[str, str]:\n"
-        "        return {'device': service.llm.model_info.device}\n"
-    )
-    about = folder / "house_routes-1.0.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: house-routes\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text("[pagedllm]\nhouse = house_routes\n")
-    return {"PYTHONPATH": str(folder)}
-
-
-def test_https_origins_a_proxy_path_and_routes_of_plugins(tiny_with_text, tmp_path):
-    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost"]
-    subprocess.run(
-        [*make, "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate],
-        check=True,
-        capture_output=True,
-    )
-    flags = ("--ssl-certfile", certificate, "--ssl-keyfile", key, "--root-path", "/llm")
-    origin = {"Origin": "https://page.example"}
-    flags += ("--routes", "house", "--cors-allow-origin", origin["Origin"])
-    with serving(tiny_with_text, *flags, env=install_routes(tmp_path)) as running:
-        assert running.url.startswith("https://")
-        context = ssl.create_default_context(cafile=certificate)
-        with httpx.Client(base_url=running.url, verify=context, timeout=120) as http:
-            answer = http.get("/info", headers=origin)
-            assert answer.headers["access-control-allow-origin"] == origin["Origin"]
-            assert http.get("/house").json() == {"device": "cpu"}
-            other = http.get("/info", headers={"Origin": "https://other.example"})
-            assert "access-control-allow-origin" not in other.headers
-            for path in ("/v1/completions", "/llm/v1/completions"):
-                wrong = http.post(path, json={"prompt": ""})
-                assert wrong.status_code == 422
-                assert wrong.json()["error"]["type"] == "invalid_request_error"
-        with pytest.raises(httpx.ConnectError):
-            httpx.get(f"{running.url}/info")  # the certificate is nobody's
 
 
 def test_a_model_that_is_not_there_is_one_line(tmp_path):
@@ -389,28 +284,47 @@ def test_help_is_grouped():
 # -- what everything answers ----------------------------------------------------------
 
 
-def test_no_request_that_the_openapi_allows_is_a_server_error(tiny_with_text):
+@pytest.fixture(scope="module")
+def hasty(tiny_and_long):
+    """A server whose requests have little time, and which has little when it is to stop."""
+    running = ServerProcess(
+        tiny_and_long, "--port", "0", "--threads", "1", "--timeout", "0.3",
+        "--graceful-timeout", "0.3", "--log-level", "critical",
+    )  # fmt: skip
+    yield running
+    assert running.stop() == 0, running.output
+
+
+def test_no_request_that_the_openapi_allows_is_a_server_error(hasty):
     """schemathesis makes requests up from the server's own description of itself."""
     import schemathesis
-    from hypothesis import HealthCheck, Phase, settings
+    from hypothesis import HealthCheck, Phase, given, settings
 
-    with serving(tiny_with_text, "--timeout", "0.3", "--log-level", "critical") as running:
-        schema = schemathesis.openapi.from_url(f"{running.url}/openapi.json")
-        wrong = []
-        for result in schema.get_all_operations():
-            operation = result.ok()
+    schema = schemathesis.openapi.from_url(f"{hasty.url}/openapi.json")
+    wrong = []
+    for result in schema.get_all_operations():
+        operation = result.ok()
 
-            @settings(
-                max_examples=8, deadline=None, database=None, phases=[Phase.generate],
-                suppress_health_check=list(HealthCheck),
-            )  # fmt: skip
-            def ask(case):
-                answer = case.call(timeout=30)
-                if answer.status_code >= 500:
-                    wrong.append((case.method, case.path, case.body, answer.text))
+        @settings(
+            max_examples=8, deadline=None, database=None, phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )  # fmt: skip
+        @given(case=operation.as_strategy())
+        def ask(case):
+            answer = case.call(timeout=30)
+            if answer.status_code >= 500:
+                wrong.append((case.method, case.path, case.body, answer.text))
 
-            operation.as_strategy().example  # noqa: B018 - builds it once, to fail early
-            from hypothesis import given
+        ask()
+    assert wrong == []
 
-            given(case=operation.as_strategy())(ask)()
-        assert wrong == []
+
+def test_what_does_not_finish_in_time_gets_an_error(hasty):
+    body = {"inputs": "A", "parameters": {"max_new_tokens": 8000, "timeout": 1000.0}}
+    with httpx.stream("POST", f"{hasty.url}/generate_stream", json=body, timeout=120) as r:
+        lines = r.iter_lines()
+        next(lines)
+        hasty.process.send_signal(signal.SIGTERM)
+        last = [line for line in lines if line][-1]
+    assert json.loads(last.removeprefix("data: "))["error_type"] == "healthcheck"
+    assert hasty.stop(how=None) == 0

@@ -1,7 +1,12 @@
-"""Spans of requests, read from what a real exporter sends to a collector."""
+"""A server with much of what can be set: spans of requests, read from what a real exporter
+sends to a collector, and HTTPS, a proxy's path, a page's origin, a plugin's routes, a template.
+"""
 
 from __future__ import annotations
 
+import json
+import signal
+import ssl
 import subprocess
 import sys
 import threading
@@ -12,10 +17,16 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
-from server_process import serving, wait_until
+from server_process import ServerProcess, wait_until
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 HEADERS = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
+ORIGIN = "https://page.example"
+TEMPLATE = """
+{%- for message in messages %}
+{%- if message.content == "mumble" %}{{ raise_exception("speak up") }}{% endif %}
+{{- message.role }}: {{ message.content }}
+{% endfor %}"""
 
 
 class Collector:
@@ -74,13 +85,35 @@ def collector():
 
 
 @pytest.fixture(scope="module")
-def http(tiny_with_text, collector):
-    flags = ("--otlp-endpoint", collector.url, "--served-model-name", "tiny")
-    flags += ("--otlp-service-name", "house")
-    with (
-        serving(tiny_with_text, *flags, env={"OTEL_BSP_SCHEDULE_DELAY": "50"}) as running,
-        httpx.Client(base_url=running.url, timeout=120) as client,
-    ):
+def certificate(tmp_path_factory):
+    """Of nobody's authority, with its key."""
+    folder = tmp_path_factory.mktemp("certificate")
+    found = folder / "certificate.pem", folder / "key.pem"
+    make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost"]
+    subprocess.run(
+        [*make, "-addext", "subjectAltName=IP:127.0.0.1", "-out", found[0], "-keyout", found[1]],
+        check=True,
+        capture_output=True,
+    )
+    return found
+
+
+@pytest.fixture(scope="module")
+def server(tiny_and_long, collector, certificate, house):
+    flags = ("--otlp-endpoint", collector.url, "--otlp-service-name", "office")
+    flags += ("--served-model-name", "tiny", "--chat-template", TEMPLATE, "--routes", "house")
+    flags += ("--ssl-certfile", certificate[0], "--ssl-keyfile", certificate[1])
+    flags += ("--root-path", "/llm", "--cors-allow-origin", ORIGIN)
+    environment = house | {"OTEL_BSP_SCHEDULE_DELAY": "50"}
+    running = ServerProcess(tiny_and_long, "--port", "0", "--threads", "1", *flags, env=environment)
+    yield running
+    assert running.stop() == 0, running.output
+
+
+@pytest.fixture(scope="module")
+def http(server, certificate):
+    context = ssl.create_default_context(cafile=certificate[0])
+    with httpx.Client(base_url=server.url, verify=context, timeout=120) as client:
         yield client
 
 
@@ -117,7 +150,7 @@ def test_a_chat_has_one_span_under_the_callers(http, collector, next_span):
     assert span.start_time_unix_nano < span.end_time_unix_nano
     assert collector.paths == {"/v1/traces"}
     everything = b"".join(request.SerializeToString() for request in collector.requests)
-    assert b"house" in everything
+    assert b"office" in everything
     assert b"secret" not in everything
 
 
@@ -134,29 +167,21 @@ def test_every_kind_of_request_and_every_prompt(http, next_span):
 
 
 def test_what_fails_is_marked(http, next_span):
-    body = {"prompt": "A", "max_tokens": 450, "n": 8, "ignore_eos": True, "timeout": 0.05}
+    body = {"prompt": "A", "max_tokens": 4000, "n": 8, "ignore_eos": True, "timeout": 0.05}
     assert http.post("/v1/completions", json=body).status_code == 424
     [(span, found)] = next_span()
     assert span.status.code == Status.STATUS_CODE_ERROR
     assert found["error.type"] == "timeout"
-    assert found["gen_ai.usage.output_tokens"] < 8 * 450
+    assert found["gen_ai.usage.output_tokens"] < 8 * 4000
 
 
 def test_a_client_that_hangs_up_is_marked(http, next_span):
-    body = {"prompt": "A", "max_tokens": 450, "n": 8, "ignore_eos": True, "stream": True}
+    body = {"prompt": "A", "max_tokens": 4000, "n": 8, "ignore_eos": True, "stream": True}
     with http.stream("POST", "/v1/completions", json=body) as answer:
         next(answer.iter_lines())
     [(span, found)] = next_span()
     assert span.status.code == Status.STATUS_CODE_ERROR
     assert found["error.type"] == "cancelled"
-
-
-def test_a_collector_that_is_gone_delays_nobody(tiny_with_text):
-    gone = Collector()
-    gone.close()
-    with serving(tiny_with_text, "--otlp-endpoint", gone.url) as running:
-        body = {"prompt": "A", "max_tokens": 2}
-        assert httpx.post(f"{running.url}/v1/completions", json=body, timeout=120).is_success
 
 
 def test_without_the_library_or_with_a_wrong_endpoint_it_does_not_start(tiny_with_text):
@@ -176,3 +201,53 @@ def test_without_the_library_or_with_a_wrong_endpoint_it_does_not_start(tiny_wit
         assert run.returncode == 2
         assert said in run.stderr
         assert run.stderr.count("\n") == 1
+
+
+# -- the rest of what is set ----------------------------------------------------------
+
+
+def test_https_whose_certificate_is_nobodys(server, http):
+    assert server.url.startswith("https://")
+    assert http.get("/health").status_code == 200
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{server.url}/health")
+
+
+def test_origins_a_proxys_path_and_routes_of_plugins(http):
+    answer = http.get("/info", headers={"Origin": ORIGIN})
+    assert answer.headers["access-control-allow-origin"] == ORIGIN
+    other = http.get("/info", headers={"Origin": "https://other.example"})
+    assert "access-control-allow-origin" not in other.headers
+    assert http.get("/house").json() == {"device": "cpu"}
+    for path in ("/v1/completions", "/llm/v1/completions"):
+        wrong = http.post(path, json={"prompt": ""})
+        assert wrong.status_code == 422
+        assert wrong.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_what_the_chat_template_refuses(http):
+    body = {"messages": [{"role": "user", "content": "mumble"}]}
+    for path in ("/chat_tokenize", "/invocations"):
+        answer = http.post(path, json=body)
+        assert (answer.status_code, answer.json()["error_type"]) == (422, "template_error")
+        assert "speak up" in answer.json()["error"]
+        assert "--chat-template" in answer.json()["error"]
+    answer = http.post("/v1/chat/completions", json=body)
+    assert answer.json()["error"]["param"] == "messages"
+
+
+def test_without_its_collector_it_goes_on_and_finishes_what_runs_when_told_to_stop(
+    server, http, collector
+):
+    collector.close()
+    assert http.post("/v1/completions", json={"prompt": "A", "max_tokens": 2}).is_success
+    body = {"inputs": "A", "parameters": {"max_new_tokens": 2000}}
+    with http.stream("POST", "/generate_stream", json=body) as answer:
+        lines = answer.iter_lines()
+        first = next(lines)
+        server.process.send_signal(signal.SIGTERM)
+        found = [json.loads(line.removeprefix("data: ")) for line in (first, *lines) if line]
+    assert len(found) == found[-1]["details"]["generated_tokens"] == 2000
+    assert server.stop(how=None, timeout=25) == 0  # the library would try for half a minute
+    with pytest.raises(httpx.ConnectError):
+        http.get("/health")
