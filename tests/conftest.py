@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING
 import hypothesis
 import pytest
 
+from tiny_text import save_tiny_text
+
 # On a machine that others use any example may take long: a time-out ends a test that hangs.
 hypothesis.settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
@@ -54,22 +56,9 @@ def smollm2_path() -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_with_text(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path) -> Path:
-    """A tiny Llama of random weights behind SmolLM2's real tokenizer and chat template."""
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
-    tokenizer = AutoTokenizer.from_pretrained(smollm2_path)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
-        eos_token_id=tokenizer.eos_token_id, bos_token_id=None, tie_word_embeddings=True,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).eval()
-    # Its logit is 0, which is never the largest: a greedy answer is as long as was asked for.
-    model.get_input_embeddings().weight.data[tokenizer.eos_token_id] = 0
+    """A tiny Llama of random weights that speaks in words; what it says means nothing."""
     path = tmp_path_factory.mktemp("tiny-text")
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
+    return save_tiny_text(path, smollm2_path, layers=2, positions=512)
 
 
 @pytest.fixture(scope="session")

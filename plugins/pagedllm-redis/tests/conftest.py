@@ -11,6 +11,7 @@ import pytest
 import redis
 
 import pagedllm
+from tiny_text import save_tiny_text
 
 BINARY = shutil.which("redis-server")
 
@@ -108,15 +109,5 @@ def client(server):
 @pytest.fixture(scope="session")
 def tiny_with_text(tmp_path_factory):
     """A tiny Llama of random weights behind SmolLM2's real tokenizer."""
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
-    tokenizer = AutoTokenizer.from_pretrained(pagedllm.resolve_model("smollm2").path)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
-        eos_token_id=tokenizer.eos_token_id, bos_token_id=None, tie_word_embeddings=True,
-    )  # fmt: skip
     path = tmp_path_factory.mktemp("tiny-text")
-    LlamaForCausalLM(config).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
+    return save_tiny_text(path, pagedllm.resolve_model("smollm2").path, layers=2, positions=512)
