@@ -1,10 +1,13 @@
-"""Tiny random models on disk, and transformers' own answers for them."""
+"""Tiny random models on disk, and transformers' own opinion of their answers."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
+
+from greedy import is_greedy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -35,19 +38,20 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def oracle(tiny_model: Path) -> Callable[[Sequence[int], int], list[int]]:
-    """Greedy tokens of transformers' own generate in fp32 for a prompt of ``tiny_model``."""
+def oracle(tiny_model: Path) -> Callable[[Sequence[int], Sequence[int]], bool]:
+    """Whether tokens after a prompt of ``tiny_model`` are greedy, by transformers in fp32."""
+    return _oracle(tiny_model)
+
+
+@pytest.fixture(scope="session")
+def text_oracle(tiny_and_long: Path) -> Callable[[Sequence[int], Sequence[int]], bool]:
+    """The same for the tiny model with text."""
+    return _oracle(tiny_and_long)
+
+
+def _oracle(path: Path) -> Callable[[Sequence[int], Sequence[int]], bool]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
-
-    def generate(prompt: Sequence[int], max_tokens: int) -> list[int]:
-        ids = torch.tensor([list(prompt)])
-        with torch.no_grad():
-            out = model.generate(
-                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_tokens
-            )
-        return [int(token) for token in out[0, ids.shape[1] :]]
-
-    return generate
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    return partial(is_greedy, model)

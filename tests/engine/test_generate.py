@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    Oracle = Callable[[Sequence[int], int], list[int]]
+    Oracle = Callable[[Sequence[int], Sequence[int]], bool]
 
 
 def greedy(max_tokens: int, **options: object) -> SamplingParams:
@@ -64,7 +64,8 @@ def test_a_batch_gives_what_transformers_gives(
     params = [greedy(draw.randint(1, 40)) for _ in prompts]
     outputs = llm.generate(prompts, params)
     for given, wanted, output in zip(prompts, params, outputs, strict=True):
-        assert output.outputs[0].token_ids == oracle(given, wanted.max_tokens or 0)
+        assert len(output.outputs[0].token_ids) == wanted.max_tokens
+        assert oracle(given, output.outputs[0].token_ids)
         assert output.outputs[0].finish_reason == "length"
         assert list(output.prompt_token_ids) == given
         assert output.finished
@@ -84,7 +85,8 @@ def test_scarce_pages_chunks_and_depth_change_nothing(
         stats = engine.stats()
     assert stats.preemptions > 0, "the cache was not scarce enough to test anything"
     for given, output in zip(prompts, outputs, strict=True):
-        assert output.outputs[0].token_ids == oracle(given, 40)
+        assert len(output.outputs[0].token_ids) == 40
+        assert oracle(given, output.outputs[0].token_ids)
     assert stats.cache.pages_used == 0
 
 
@@ -94,16 +96,16 @@ def test_a_prefix_hit_changes_nothing(llm: LLM, oracle: Oracle, draw: random.Ran
     given = [*prefix, *prompt(draw, 9)]
     (output,) = llm.generate(given, greedy(30))
     assert output.num_cached_tokens == 40
-    assert output.outputs[0].token_ids == oracle(given, 30)
+    assert oracle(given, output.outputs[0].token_ids)
     (salted,) = llm.generate(given, greedy(30), cache_salt="somebody else")
     assert salted.num_cached_tokens == 0
-    assert salted.outputs[0].token_ids == output.outputs[0].token_ids
+    assert oracle(given, salted.outputs[0].token_ids)
 
 
 def test_two_hundred_requests_through_a_cache_for_a_fifth_of_them(
-    tiny_model: Path, draw: random.Random
+    tiny_model: Path, oracle: Oracle, draw: random.Random
 ) -> None:
-    """Random lengths, priorities, aborts and n; greedy outputs equal those given alone."""
+    """Random lengths, priorities, aborts and n; greedy outputs are transformers'."""
     work = []
     for index in range(200):
         n = draw.choice((1, 1, 1, 2, 3))
@@ -134,9 +136,8 @@ def test_two_hundred_requests_through_a_cache_for_a_fifth_of_them(
                 continue
             assert [len(c.token_ids) for c in result.outputs] == [params.max_tokens] * params.n
             if params.greedy:
-                (alone,) = engine.generate(given, params.replace(n=1))
                 for completion in result.outputs:
-                    assert completion.token_ids == alone.outputs[0].token_ids
+                    assert oracle(given, completion.token_ids)
         stats = engine.stats()
     assert stats.running == stats.waiting == stats.cache.pages_used == 0
     assert stats.cache.pages_cached + stats.cache.pages_free == config.num_pages
@@ -184,12 +185,14 @@ def test_logprobs_are_those_of_the_model(tiny_model: Path, llm: LLM, draw: rando
         assert entry is not None
         chosen = whole[position + 1]
         k = 2 if position + 1 < len(given) else 3
-        top = expected[position].topk(k).indices.tolist()
-        assert set(entry) == {*top, chosen}
         for token, logprob in entry.items():
             assert logprob.logprob == pytest.approx(float(expected[position, token]), abs=1e-3)
-        likelier = int((expected[position] > expected[position, chosen]).sum())
-        assert entry[chosen].rank == likelier + 1
+        # Of tokens that are as likely but for rounding either may come first.
+        assert len(entry) == (k if entry[chosen].rank <= k else k + 1)
+        listed = sorted((float(expected[position, token]) for token in entry), reverse=True)
+        assert listed[:k] == pytest.approx(expected[position].topk(k).values.tolist(), abs=1e-4)
+        own = expected[position] - expected[position, chosen]
+        assert int((own > 1e-4).sum()) < entry[chosen].rank <= int((own > -1e-4).sum())
     total = sum(entry[t].logprob for entry, t in zip(
         output.outputs[0].logprobs, output.outputs[0].token_ids, strict=True))  # fmt: skip
     assert output.outputs[0].cumulative_logprob == pytest.approx(total)
@@ -224,10 +227,11 @@ def test_prompt_logprobs_survive_chunks_preemption_and_cached_prefixes(
 
 def test_stop_tokens_end_an_answer_after_min_tokens(llm: LLM, draw: random.Random) -> None:
     given = prompt(draw, 10)
-    tokens = llm.generate(given, greedy(30))[0].outputs[0].token_ids
+    # A salt for each: what a cached page saves would be rounded in other places.
+    tokens = llm.generate(given, greedy(30), cache_salt="a")[0].outputs[0].token_ids
     stop = tokens[5]
     first = list(tokens).index(stop)
-    (output,) = llm.generate(given, greedy(30, stop_token_ids=[stop]))
+    (output,) = llm.generate(given, greedy(30, stop_token_ids=[stop]), cache_salt="b")
     assert output.outputs[0].token_ids == list(tokens)[: first + 1]
     assert output.outputs[0].finish_reason == "stop"
     assert output.outputs[0].stop_reason == stop
@@ -365,7 +369,7 @@ def test_truncation_is_on_request_only(llm: LLM, oracle: Oracle, draw: random.Ra
         llm.generate(given, greedy(4))
     (output,) = llm.generate(given, greedy(4, truncate_prompt_tokens=50))
     assert list(output.prompt_token_ids) == given[-50:]
-    assert output.outputs[0].token_ids == oracle(given[-50:], 4)
+    assert oracle(given[-50:], output.outputs[0].token_ids)
 
 
 def test_a_failing_logits_processor_fails_its_request_alone(
@@ -381,7 +385,7 @@ def test_a_failing_logits_processor_fails_its_request_alone(
         llm.generate([given, given], [greedy(20), greedy(20, logits_processors=[broken])])
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     good, bad = caught.value.outputs
-    assert good.outputs[0].token_ids == oracle(given, 20)
+    assert oracle(given, good.outputs[0].token_ids)
     assert bad.outputs[0].finish_reason == "error"
     assert len(bad.outputs[0].token_ids) == 3
     assert llm.stats().cache.pages_used == 0
@@ -403,7 +407,7 @@ def test_a_failed_step_fails_its_requests_and_the_engine_lives_on(
         assert isinstance(caught.value.__cause__, MemoryError)
         hook.remove()
         (output,) = engine.generate(given, greedy(20))
-        assert output.outputs[0].token_ids == oracle(given, 20)
+        assert oracle(given, output.outputs[0].token_ids)
         assert output.num_cached_tokens == 0  # pages of the failed step are not found
 
 
@@ -441,8 +445,8 @@ def test_a_short_cache_lowers_the_models_length_and_says_so(
     assert "max_model_len is 80 and not the model's 256" in caplog.text
 
 
-def test_a_closed_engine_says_so(tiny_model: Path) -> None:
-    engine = LLM(str(tiny_model), skip_tokenizer_init=True)
+def test_a_closed_engine_says_so(tiny_and_long: Path) -> None:
+    engine = LLM(str(tiny_and_long), skip_tokenizer_init=True)
     stream = engine.stream([1, 2], greedy(1).replace(max_tokens=None))
     next(stream)
     engine.close()
