@@ -89,7 +89,6 @@ def test_it_is_used_where_the_engine_is(calls, tiny_with_text, expected, engine,
     assert {int(pid) == os.getpid() for _, pid in lines} == {engine == "thread"}
 
 
-@pytest.mark.parametrize("engine", ["thread", "process"])
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -102,7 +101,20 @@ def test_it_is_used_where_the_engine_is(calls, tiny_with_text, expected, engine,
         ({"executor": "counting", "plugins_allow": []}, "no plugin has one named 'counting'"),
     ],
 )
-def test_what_is_wrong_is_one_clear_error(calls, tiny_with_text, engine, settings, message):
+def test_what_is_wrong_is_one_clear_error(calls, tiny_with_text, settings, message):
     with pytest.raises(ConfigError, match=message) as caught:
-        LLM(str(tiny_with_text), threads=1, engine=engine, **settings)
+        LLM(str(tiny_with_text), threads=1, **settings)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"attention_backend": "no-good"}, r"'no-good' of the plugin parts.*no such device"),
+        ({"executor": "cuonting"}, "no plugin has one named 'cuonting'"),
+    ],
+)
+def test_it_comes_whole_from_the_engines_process(calls, tiny_with_text, settings, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        LLM(str(tiny_with_text), threads=1, engine="process", **settings)
     assert "\n" not in str(caught.value)

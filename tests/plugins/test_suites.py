@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pagedllm import Config
 from pagedllm.testing import (
     ExecutorSuite,
     LogitsProcessorSuite,
@@ -49,6 +50,10 @@ PLUGIN = """
 class TestSmolLM2(ModelProviderSuite):
     plugin = "smollm2"
     prompt = "The capital of France is"
+
+    @pytest.fixture
+    def config(self):  # whose folder has been filled: a conversion takes long
+        return Config()
 
 
 class TestInlineExecutor(ExecutorSuite):

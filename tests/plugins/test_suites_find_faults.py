@@ -274,69 +274,76 @@ def options(self, tmp_path):
 """
 
 
-def run(folder, suite, attribute, faults):
-    """Run, of each broken plugin, the check that must notice; return what each one said."""
+SUITES = {
+    # What tells the suite which plugin's part it is to check.
+    "ModelProviderSuite": (
+        "plugin",
+        {n: (test, word) for n, (_, _, test, word) in PROVIDERS.items()},
+    ),
+    "ExecutorSuite": ("executor", EXECUTOR_FAULTS),
+    "LogitsProcessorSuite": ("processor", PROCESSOR_FAULTS),
+    "ResponseCacheSuite": ("cache", CACHE_FAULTS),
+}
+
+
+def write_suite(folder, suite):
+    """Write a class for each broken plugin; return the check of each that must notice."""
+    attribute, faults = SUITES[suite]
     lines = [f"from pagedllm.testing import {suite}"]
     lines += [f"class Test_{name}({suite}):\n    {attribute} = {name!r}" for name in faults]
     if suite == "ExecutorSuite":
         lines.append("Test_takes_the_latest.settings = {'steps_in_flight': 2}")
     if suite == "ResponseCacheSuite":  # where the store keeps its files
         lines += [FIXTURES, *(f"Test_{name}.options = options" for name in faults)]
-    (folder / "test_broken.py").write_text("\n".join(lines))
-    nodes = [f"test_broken.py::Test_{name}::{check}" for name, (check, _) in faults.items()]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *nodes]
-    done = subprocess.run(
-        [*command, "--junitxml=report.xml"], cwd=folder, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert " error" not in done.stdout.splitlines()[-1], done.stdout
-    found = {}
-    for case in ET.parse(folder / "report.xml").iter("testcase"):
-        failure = case.find("failure")
-        text = None if failure is None else (failure.text or "")
-        found[case.get("classname").rpartition("Test_")[2], case.get("name")] = text
-    return found
+    (folder / f"test_{suite}.py").write_text("\n".join(lines))
+    return [f"test_{suite}.py::Test_{name}::{check}" for name, (check, _) in faults.items()]
 
 
-def check(found, faults):
-    for name, (test, word) in faults.items():
-        said = found[name, test]
-        assert said is not None, f"{test} did not notice that a plugin {name}"
-        assert word in said, said
-
-
-def checks_of(suite):
-    return {name for name in vars(suite) if name.startswith("test_")}
-
-
-def test_faults_of_model_providers(tmp_path):
-    tiny_model(tmp_path / "tiny")
-    (tmp_path / "tiny-bare").mkdir()
-    (tmp_path / "tiny-bare" / "config.json").write_text("{}")
-    plugins = {}
+@pytest.fixture(scope="module")
+def plugins(tmp_path_factory):
+    """Folder in which all the broken plugins are installed."""
+    folder = tmp_path_factory.mktemp("broken")
+    tiny_model(folder / "tiny")
+    (folder / "tiny-bare").mkdir()
+    (folder / "tiny-bare" / "config.json").write_text("{}")
+    plugins = {"executors": EXECUTORS, "processors": PROCESSORS, "caches": CACHES}
     for name, (old, new, _, _) in PROVIDERS.items():
         code = textwrap.dedent(PROVIDER)
         assert old in code
         code = code.replace(old, new).replace("NAME", name.replace("_", "-"))
-        plugins[name] = code.replace("SOURCE", repr(str(tmp_path / "tiny")))
-    faults = {name: (test, word) for name, (_, _, test, word) in PROVIDERS.items()}
-    assert {test for test, _ in faults.values()} == checks_of(ModelProviderSuite)
-    with installed(tmp_path, **plugins):
-        found = run(tmp_path, "ModelProviderSuite", "plugin", faults)
-    check(found, faults)
+        plugins[name] = code.replace("SOURCE", repr(str(folder / "tiny")))
+    with installed(folder, **plugins):
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def found(plugins):
+    """What each check said that must notice something: all in one run, which is slow to start."""
+    nodes = [node for suite in SUITES for node in write_suite(plugins, suite)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *nodes]
+    done = subprocess.run(
+        [*command, "--junitxml=report.xml"],
+        cwd=plugins, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert " error" not in done.stdout.splitlines()[-1], done.stdout
+    said = {}
+    for case in ET.parse(plugins / "report.xml").iter("testcase"):
+        failure = case.find("failure")
+        suite, _, name = case.get("classname").partition(".")
+        key = (suite.removeprefix("test_"), name.removeprefix("Test_"), case.get("name"))
+        said[key] = None if failure is None else (failure.text or "")
+    return said
 
 
 @pytest.mark.parametrize(
-    ("suite", "attribute", "plugin", "faults"),
-    [
-        (ExecutorSuite, "executor", {"executors": EXECUTORS}, EXECUTOR_FAULTS),
-        (LogitsProcessorSuite, "processor", {"processors": PROCESSORS}, PROCESSOR_FAULTS),
-        (ResponseCacheSuite, "cache", {"caches": CACHES}, CACHE_FAULTS),
-    ],
-    ids=["executors", "processors", "response_caches"],
+    "suite", [ModelProviderSuite, ExecutorSuite, LogitsProcessorSuite, ResponseCacheSuite]
 )
-def test_faults_of(suite, attribute, plugin, faults, tmp_path):
-    assert {test for test, _ in faults.values()} == checks_of(suite)
-    with installed(tmp_path, **plugin):
-        found = run(tmp_path, suite.__name__, attribute, faults)
-    check(found, faults)
+def test_every_check_notices_its_fault(found, suite):
+    _, faults = SUITES[suite.__name__]
+    checks = {name for name in vars(suite) if name.startswith("test_")}
+    assert {test for test, _ in faults.values()} == checks
+    for name, (test, word) in faults.items():
+        said = found[suite.__name__, name, test]
+        assert said is not None, f"{test} did not notice that a plugin {name}"
+        assert word in said, said
