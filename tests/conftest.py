@@ -39,28 +39,11 @@ if TYPE_CHECKING:
 # variable is pytest-xdist's name for it), and new in the next one.
 random.seed(os.environ.get("PYTEST_XDIST_TESTRUNUID"))
 
-MEASURING = pytest.StashKey[str | None]()
-
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that have slow tests: a run ends when its last file does."""
     slow = {item.path for item in items if item.get_closest_marker("slow") is not None}
     items.sort(key=lambda item: item.path not in slow)
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Keep coverage out of the processes that tests start.
-
-    Tracing makes each of them start a third more slowly, which is most of what they do. Those
-    of the command, whose code runs nowhere else, are measured (tests/cli/conftest.py).
-    """
-    session.config.stash[MEASURING] = os.environ.pop("COVERAGE_PROCESS_CONFIG", None)
-
-
-@pytest.fixture(scope="session")
-def coverage_config(request: pytest.FixtureRequest) -> str | None:
-    """What processes that are to be measured need in COVERAGE_PROCESS_CONFIG, if any are."""
-    return request.config.stash[MEASURING]
 
 
 @pytest.fixture(scope="session")
