@@ -21,7 +21,12 @@ class RedisServer:
 
     def __init__(self, folder, *options):
         self.folder, self.options = folder, options
-        self.port = 0
+        # Bound here and listened on by the server, so that nobody else is given it, not even
+        # while the server is stopped.
+        self.held = socket.socket()
+        self.held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.held.bind(("127.0.0.1", 0))
+        self.port = self.held.getsockname()[1]
         self.process = None
 
     @property
@@ -29,41 +34,27 @@ class RedisServer:
         return f"redis://127.0.0.1:{self.port}/0"
 
     def start(self):
-        """Start on the port it had, or on a free one; return when it answers."""
-        for _ in range(20):
-            port = self.port or _free_port()
-            command = [BINARY, "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
-            command += ["--dir", str(self.folder), "--daemonize", "no", *self.options]
-            self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-            if self._answers(port):
-                self.port = port
-                return self
-        raise RuntimeError("redis-server does not start")
-
-    def _answers(self, port):
-        with redis.Redis(port=port, socket_timeout=5) as client:
+        """Start it; return when it answers."""
+        command = [BINARY, "--port", str(self.port), "--bind", "127.0.0.1", "--save", ""]
+        command += ["--dir", str(self.folder), "--daemonize", "no", *self.options]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        with redis.Redis(port=self.port, socket_timeout=5) as client:
             while self.process.poll() is None:
                 try:
                     client.ping()
                 except redis.AuthenticationError:
-                    return True
+                    return self
                 except redis.RedisError:
                     time.sleep(0.02)
                 else:
-                    return True
-        return False  # somebody took the port meanwhile
+                    return self
+        raise RuntimeError("redis-server does not start")
 
     def stop(self):
         if self.process is not None:
             self.process.kill()
             self.process.wait()
             self.process = None
-
-
-def _free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture(scope="session")
@@ -81,6 +72,7 @@ def start_redis(tmp_path_factory):
     yield start
     for server in servers:
         server.stop()
+        server.held.close()
 
 
 @pytest.fixture(scope="session")

@@ -24,6 +24,12 @@ def once(llm, prompt=PROMPT, params=GREEDY):
     return llm.generate(prompt, params)[0]
 
 
+def stored(llm):
+    """Wait until the first answer is in Redis."""
+    while not llm.stats().response_cache.stored:
+        time.sleep(0.01)
+
+
 def warnings_of(caplog):
     return [r.message for r in caplog.records if "response cache" in r.message]
 
@@ -48,6 +54,7 @@ def test_langchain_shares_them_too(server, tiny_with_text):
 
     with LLM(str(tiny_with_text), response_cache=setting(server)) as llm:
         first = once(llm)
+        stored(llm)
     options = {"response_cache": setting(server)}
     with PagedLLM(
         model_id=str(tiny_with_text), temperature=0, max_tokens=8, engine_config=options
@@ -62,8 +69,7 @@ def test_without_the_server_every_request_is_answered_and_one_warning_said(
 ):
     with LLM(str(tiny_with_text), response_cache=setting(server)) as llm:
         first = once(llm)
-        while not llm.stats().response_cache.stored:  # until then it is answered from memory
-            time.sleep(0.01)
+        stored(llm)  # until then it is answered from memory
         server.stop()
         for _ in range(3):
             again = once(llm)
