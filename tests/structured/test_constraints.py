@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from in_step import slowly
 from pagedllm import LLM, EngineError, SamplingParams, ValidationError
 from pagedllm.structured import StructuredOutput
 
@@ -129,20 +130,16 @@ def test_answers_of_one_request_have_their_own_state(llm):
 
 def test_the_state_survives_preemption(tiny_text_model):
     spec, holds = CASES["json_schema"]
-    wanted = [params(seed=seed, structured_output=spec) for seed in range(6)]
-    with LLM(str(tiny_text_model), dtype="float32", kv_cache_memory="64MiB") as roomy:
-        expected = [o.outputs[0].text for o in roomy.generate(["Who?"] * 6, wanted)]
+    wanted = [params(structured_output=spec) for _ in range(16)]
     with LLM(
-        str(tiny_text_model), dtype="float32", num_pages=6, max_model_len=96, page_size=16
+        str(tiny_text_model), dtype="float32", num_pages=52, max_model_len=208, page_size=4
     ) as tight:
-        shorter = [p.replace(max_tokens=80) for p in wanted]
-        outputs = tight.generate(["Who?"] * 6, shorter)
+        outputs = tight.generate(["Who?"] * 16, wanted)
         assert tight.stats().preemptions > 0
-    for output, text in zip(outputs, expected, strict=True):
+    for output in outputs:
         answer = output.outputs[0]
-        assert text.startswith(answer.text)
-        if answer.finish_reason == "stop":
-            assert holds(answer.text)
+        assert answer.finish_reason == "stop"
+        assert holds(answer.text), answer.text
 
 
 def test_stop_strings_penalties_and_logprobs_work_on_top(llm):
@@ -161,7 +158,8 @@ def test_stop_strings_penalties_and_logprobs_work_on_top(llm):
 
 def test_streams_are_constrained_too(llm):
     spec, holds = CASES["json_schema"]
-    pieces = [o.outputs[0].text_delta for o in llm.stream("x", params(structured_output=spec))]
+    wanted = params(structured_output=spec, logits_processors=[slowly])
+    pieces = [o.outputs[0].text_delta for o in llm.stream("x", wanted)]
     assert len(pieces) > 3
     assert holds("".join(pieces))
 
