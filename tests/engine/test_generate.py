@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from in_step import slowly
 from pagedllm import LLM, Config, SamplingParams
 from pagedllm.errors import (
     ConfigError,
@@ -256,7 +257,8 @@ def test_the_end_token_ends_an_answer_unless_ignored(text_llm: LLM) -> None:
 
 
 def test_stop_strings_cut_the_text(text_llm: LLM) -> None:
-    params = SamplingParams(seed=3, max_tokens=40)
+    # Greedy and without repetition: a text of words.
+    params = SamplingParams(temperature=0, frequency_penalty=2.0, max_tokens=40)
     (whole,) = text_llm.generate("Some words", params)
     text = whole.outputs[0].text
     stop = text[len(text) // 2 : len(text) // 2 + 4]
@@ -267,9 +269,8 @@ def test_stop_strings_cut_the_text(text_llm: LLM) -> None:
         "Some words", params.replace(stop=stop, include_stop_str_in_output=True)
     )
     assert kept.outputs[0].text == text[: text.index(stop)] + stop
-    pieces = [
-        o.outputs[0].text_delta for o in text_llm.stream("Some words", params.replace(stop=stop))
-    ]
+    slow = params.replace(stop=stop, logits_processors=[slowly])
+    pieces = [o.outputs[0].text_delta for o in text_llm.stream("Some words", slow)]
     assert "".join(pieces) == cut.outputs[0].text
     assert len(pieces) > 1
 

@@ -15,6 +15,7 @@ from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import PromptTemplate
 from langchain_core.runnables import ConfigurableField
 
+from in_step import slowly
 from pagedllm import LLM, EngineClosedError, PagedLLM, SamplingParams
 
 
@@ -55,8 +56,9 @@ def test_a_batch_of_64_is_one_batch_in_the_engine(llm):
     texts = llm.batch(prompts)
     after = llm.engine.stats()
     assert after.requests - before.requests == 64
-    # 64 answers of 12 tokens: one after another they would take 768 steps.
-    assert after.steps - before.steps <= 12 + 8
+    # 64 answers of 12 tokens: one after another they would take 768 steps. On a busy machine
+    # the engine may begin before the last ones are there.
+    assert after.steps - before.steps <= 5 * 12
     assert texts == [direct(llm, prompt).text for prompt in prompts]
 
 
@@ -64,7 +66,7 @@ def test_an_async_batch_of_64_is_one_batch_in_the_engine(llm):
     prompts = [f"Number {i} is" for i in range(64)]
     before = llm.engine.stats().steps
     texts = asyncio.run(llm.abatch(prompts))
-    assert llm.engine.stats().steps - before <= 12 + 8
+    assert llm.engine.stats().steps - before <= 5 * 12
     assert len(texts) == 64
 
 
@@ -77,7 +79,7 @@ def test_max_concurrency_is_respected(llm):
 def test_a_stream_comes_in_pieces_that_add_up(settings):
     # Drawn, not greedy: a random model's likeliest token may be no text at all.
     llm = PagedLLM(**{**settings, "max_tokens": 48}, seed=20)
-    pieces = list(llm.stream("Once upon a time"))
+    pieces = list(llm.stream("Once upon a time", logits_processors=[slowly]))
     assert len(pieces) > 2
     assert "".join(pieces) == llm.invoke("Once upon a time")
 
@@ -95,7 +97,8 @@ def test_an_async_stream_comes_in_pieces_and_leaves_the_loop_free(settings):
                 await asyncio.sleep(0)
 
         ticking = asyncio.create_task(tick())
-        pieces = [piece async for piece in llm.astream("Once upon a time")]
+        stream = llm.astream("Once upon a time", logits_processors=[slowly])
+        pieces = [piece async for piece in stream]
         ticking.cancel()
         return pieces, ticks
 
@@ -115,10 +118,12 @@ def test_async_calls_share_batches(llm):
 
 
 def test_the_constructors_stop_holds_when_a_call_has_none(settings):
-    llm = PagedLLM(**settings, seed=20)
+    # Greedy and without repetition: a text of a dozen words.
+    words = {**settings, "temperature": 0, "frequency_penalty": 2.0}
+    llm = PagedLLM(**words)
     text = llm.invoke("Once upon a time")
     stop = text[5:9]
-    stopped = PagedLLM(**settings, seed=20, stop=[stop])
+    stopped = PagedLLM(**words, stop=[stop])
     expected = text[: text.index(stop)]
     assert stopped.invoke("Once upon a time") == expected
     assert stopped.batch(["Once upon a time"]) == [expected]
@@ -130,8 +135,8 @@ def test_the_constructors_stop_holds_when_a_call_has_none(settings):
 
 
 def test_a_stop_string_over_several_tokens_is_found_when_streaming(settings):
-    llm = PagedLLM(**settings, seed=20)
-    answer = direct(llm, "Once upon a time", temperature=1.0, seed=20)
+    llm = PagedLLM(**settings, temperature=0, frequency_penalty=2.0)
+    answer = direct(llm, "Once upon a time", frequency_penalty=2.0)
     middle = llm.engine.tokenizer.decode(list(answer.token_ids[4:7]))
     stop = middle[1:-1]
     assert len(llm.get_token_ids(stop)) > 1
@@ -217,7 +222,7 @@ def test_structured_output_and_logits_processors_reach_the_engine(settings):
         seen.append(len(token_ids))
         return logits
 
-    PagedLLM(**settings, logits_processors=[watch]).invoke("Once upon")
+    PagedLLM(**settings, logits_processors=[watch], ignore_eos=True).invoke("Once upon")
     assert len(seen) == 12
 
 
@@ -309,7 +314,7 @@ def test_tokens_are_counted_by_the_models_own_tokenizer(llm):
 
 
 def test_a_timeout_aborts_and_frees(settings):
-    slow = PagedLLM(**{**settings, "max_tokens": 900, "timeout": 0.2, "ignore_eos": True})
+    slow = PagedLLM(**{**settings, "max_tokens": 900, "timeout": 0.02, "ignore_eos": True})
     with pytest.raises(TimeoutError):
         slow.invoke("Once upon")
     with pytest.raises(TimeoutError):

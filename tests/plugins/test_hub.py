@@ -331,8 +331,8 @@ def test_slow_hub_and_nothing_in_the_cache(hub, monkeypatch):
 
 
 def test_slow_hub_is_given_up_for_the_copy_in_the_cache(hub, monkeypatch):
-    monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "1")
     [[path, *_]] = hub.resolve("org/whole")
+    monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "1")
     hub.state.delay = 3
     started = time.monotonic()
     assert hub.resolve("org/whole") == [[path, SHA, "org/whole"]]

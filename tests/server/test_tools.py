@@ -67,7 +67,7 @@ def test_a_named_tool_is_called_with_arguments_of_its_schema(client):
     assert [(c["name"], c["arguments"]) for c in calls.values()] == [
         (c.function.name, c.function.arguments) for c in choice.message.tool_calls
     ]
-    assert calls[0]["pieces"] > 3
+    assert calls[0]["pieces"] > 1  # a busy server sends several tokens together
 
 
 def test_a_conversation_with_calls_and_results_goes_on(client):
@@ -82,7 +82,7 @@ def test_a_conversation_with_calls_and_results_goes_on(client):
     calls = message.model_dump()
     calls["tool_calls"] = calls["tool_calls"][:1]
     again = client.chat.completions.create(
-        model="any", messages=[*MESSAGES, calls, result], tools=TOOLS, max_tokens=5
+        model="any", messages=[*MESSAGES, calls, result], tools=TOOLS, max_tokens=5, temperature=0
     )
     assert again.usage.completion_tokens == 5
 
