@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pagedllm_hf import simple_batches
+from pagedllm_hf.late_cache import late_cache
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 _RUN = "_pagedllm_run"
 _MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
+_PLAIN_CACHES = (None, "dynamic", "dynamic_full")
+"""Caches that an answer can have; others do not matter while nobody sees them."""
 _HANDLED = frozenset({"attention_mask", "position_ids", "use_cache", "logits_to_keep"})
 """Arguments of a model's forward that a run on the engine understands."""
 
@@ -54,6 +57,10 @@ class Run:
     parents: list[int] | None = None
     """How the beams were reordered since the last step."""
     prompts: list[list[int]] = field(default_factory=list)
+    empty_cache: Any = None
+    """What transformers would have filled; None when the answer shall have no cache."""
+    computed: torch.Tensor | None = None
+    """int64 [B, N]: the rows' tokens after the last step, when the answer shall have a cache."""
 
     def check(self, config: GenerationConfig, arguments: Mapping[str, Any]) -> None:
         """Refuse what the engine cannot do; take the mask.
@@ -71,6 +78,8 @@ class Run:
         implementation = config.cache_implementation
         if implementation not in (None, "dynamic", "dynamic_full", "static", "hybrid", "offloaded"):
             raise CannotRun(f"cache_implementation is {implementation!r}")
+        if config.return_dict_in_generate and implementation not in _PLAIN_CACHES:
+            raise CannotRun(f"the answer shall have a cache, and it is a {implementation!r} one")
         for name, value in arguments.items():
             if value is not None and value is not False and name not in _HANDLED:
                 raise CannotRun(f"the argument {name!r} is passed to the model")
@@ -112,7 +121,16 @@ class Run:
         else:
             parents, self.parents = self.parents, None
             logits = self.rows.advance(input_ids[:, -1].tolist(), parents)
+        if self.empty_cache is not None:
+            self.computed = input_ids.clone()
         return logits
+
+    def cache_of(self, tokens: torch.Tensor | None) -> Any:
+        """Return the cache for an answer whose rows have these tokens in it, int64 [B, N]."""
+        if self.empty_cache is None or tokens is None:
+            return None
+        tokens = tokens if self.parents is None else tokens[self.parents]
+        return late_cache(self.empty_cache, self.model, tokens, self.mask, cache_name())
 
     def close(self) -> None:
         """Free the rows' pages."""
@@ -189,6 +207,11 @@ class _Twin:
         run.begun = True
         run.check(generation_config, model_kwargs)
         model_kwargs.pop("position_ids", None)
+        if generation_config.return_dict_in_generate:
+            super()._prepare_cache_for_generation(  # type: ignore[misc]
+                generation_config, model_kwargs, *rest
+            )
+            run.empty_cache = model_kwargs.get(cache_name())
         model_kwargs[cache_name()] = PagedCache(run)
 
     def _prefill(self, input_ids: torch.Tensor, *_: Any, **__: Any) -> Any:
@@ -236,7 +259,7 @@ class _Twin:
             streamer=streamer,
             **model_kwargs,
         )
-        return _without_cache(result)
+        return _with_cache(self._pagedllm(), result)
 
     def _beam_search(
         self,
@@ -253,7 +276,7 @@ class _Twin:
         result = super()._beam_search(  # type: ignore[misc]
             input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
         )
-        return _without_cache(result)
+        return _with_cache(self._pagedllm(), result)
 
 
 def twin_class(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:
@@ -337,11 +360,14 @@ def _answer(
         return sequences
     from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-    return GenerateDecoderOnlyOutput(sequences=sequences)
+    # The last token is in the answer only.
+    cache = {cache_name(): run.cache_of(sequences[:, :-1])}
+    return GenerateDecoderOnlyOutput(sequences=sequences, **cache)
 
 
-def _without_cache(result: Any) -> Any:
-    """Leave the cache out of a result: its pages are the engine's, and are free already."""
+def _with_cache(run: Run, result: Any) -> Any:
+    """Put a cache that outlives the call into a result: the engine's pages are free already."""
     if not hasattr(result, "items"):
         return result
-    return type(result)(**{k: v for k, v in result.items() if not isinstance(v, PagedCache)})
+    kept = {key: value for key, value in result.items() if not isinstance(value, PagedCache)}
+    return type(result)(**kept, **{cache_name(): run.cache_of(run.computed)})

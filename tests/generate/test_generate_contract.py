@@ -196,7 +196,22 @@ _FALLS_BACK: dict[str, Callable[[Pair], dict[str, Any]]] = {
         "inputs_embeds": p.reference.get_input_embeddings()(torch.tensor([[1, 2, 3]])),
         "input_ids": torch.tensor([[1, 2, 3]]),
     },
+    "embeds_until_a_length": lambda p: {
+        "inputs_embeds": p.reference.get_input_embeddings()(torch.tensor([[1, 2, 3]])),
+        "max_new_tokens": None, "max_length": 9, "min_length": 7,
+    },
+    "embeds_in_a_static_cache": lambda p: {
+        "inputs_embeds": p.reference.get_input_embeddings()(torch.tensor([[1, 2, 3]])),
+        "cache_implementation": "static", "return_dict_in_generate": True,
+    },
+    "static_cache_in_the_answer": lambda p: {
+        **p.prompts(), "cache_implementation": "static", "return_dict_in_generate": True,
+        "output_scores": True,
+    },
     "assisted": lambda p: {"input_ids": torch.tensor([[1, 2]]), "assistant_model": p.reference},
+    "assisted_draws": lambda p: {
+        "input_ids": torch.tensor([[1, 2]]), "assistant_model": p.reference, "do_sample": True
+    },
     "prompt_lookup": lambda p: {
         "input_ids": torch.tensor([[1, 2, 1]]), "prompt_lookup_num_tokens": 2
     },
@@ -205,6 +220,14 @@ _FALLS_BACK: dict[str, Callable[[Pair], dict[str, Any]]] = {
     },
     "hidden_states": lambda p: {
         **p.prompts(), "output_hidden_states": True, "return_dict_in_generate": True
+    },
+    "hidden_states_of_draws": lambda p: {
+        **p.prompts(), "output_hidden_states": True, "return_dict_in_generate": True,
+        "do_sample": True, "num_return_sequences": 2, "use_cache": False,
+    },
+    "hidden_states_of_beams": lambda p: {
+        **p.prompts(), "output_hidden_states": True, "return_dict_in_generate": True,
+        "num_beams": 2, "output_scores": True,
     },
     "hole_in_mask": lambda p: {
         "input_ids": torch.tensor([[1, 2, 3, 4]]), "attention_mask": torch.tensor([[1, 0, 1, 1]])
@@ -215,7 +238,6 @@ _FALLS_BACK: dict[str, Callable[[Pair], dict[str, Any]]] = {
     "positions": lambda p: {
         "input_ids": torch.tensor([[1, 2, 3]]), "position_ids": torch.tensor([[3, 4, 5]])
     },
-    "too_long": lambda p: {"input_ids": torch.tensor([[1, 2, 3]]), "max_new_tokens": 280},
     "too_many_rows": lambda p: {
         "input_ids": torch.tensor([[1, 2, 3]]), "num_beams": 70, "max_new_tokens": 3
     },
@@ -228,20 +250,14 @@ _FALLS_BACK: dict[str, Callable[[Pair], dict[str, Any]]] = {
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", _FALLS_BACK)
-def test_what_cannot_run_falls_back_with_one_line(llama: Pair, name: str) -> None:
+def test_what_cannot_run_falls_back_with_one_line(pair: Pair, name: str) -> None:
     make = _FALLS_BACK[name]
-    llama.compare(lambda: {"max_new_tokens": 6, **make(llama)}, falls_back=True)
+    pair.compare(lambda: {"max_new_tokens": 6, **make(pair)}, falls_back=True)
 
 
-def test_a_cache_of_the_caller_falls_back(llama: Pair) -> None:
-    ids = torch.tensor([[1, 2, 3, 4]])
-
-    def call() -> dict[str, Any]:
-        first = llama.reference.generate(ids, max_new_tokens=3, return_dict_in_generate=True)
-        return {"input_ids": first.sequences, "past_key_values": first.past_key_values,
-                "max_new_tokens": 4}  # fmt: skip
-
-    llama.compare(call, falls_back=True)
+def test_what_is_longer_than_the_model_allows_falls_back(llama: Pair) -> None:
+    call = {"input_ids": torch.tensor([[1, 2, 3]]), "max_new_tokens": 280}
+    llama.compare(lambda: call, falls_back=True)
 
 
 def test_training_mode_is_noticed(llama: Pair) -> None:
