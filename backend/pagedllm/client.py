@@ -59,6 +59,9 @@ MOST_TEMPLATES = 32
 class Client:
     """What :class:`LLM` and :class:`AsyncLLM` share: an engine, its tokenizer, its intake."""
 
+    revision: str | None = None
+    """What identifies the loaded weights, such as a commit's hash; None when nothing does."""
+
     def __init__(self, model: str | Config | None = None, **settings: Any) -> None:
         """Load a model and start its engine.
 
@@ -93,6 +96,7 @@ class Client:
         except BaseException:
             entry.close()
             raise
+        self.revision = resolved.revision
 
     @classmethod
     def from_model(

@@ -21,6 +21,7 @@ from starlette.staticfiles import StaticFiles
 
 import pagedllm
 from pagedllm import PagedLLMError
+from pagedllm_server import timing
 from pagedllm_server.errors import ApiError, from_engine, from_pydantic, invalid
 from pagedllm_server.gate import Gate
 from pagedllm_server.routes import add_routes
@@ -137,6 +138,7 @@ def create_app(service: Service, metrics: Metrics, options: ServerOptions) -> Fa
             allow_origins=list(options.cors_allow_origin),
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after", *timing.NAMES],
         )
     return app
 

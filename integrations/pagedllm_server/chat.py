@@ -26,6 +26,7 @@ from pagedllm_server.openai_common import (
     usage,
 )
 from pagedllm_server.sse import DONE, EventStream, event, while_client_waits
+from pagedllm_server.timing import Timing
 from pagedllm_server.tokens import new_text, new_tokens
 from pagedllm_server.tools import Reader, chat_delta, check_tools, tool_choice
 
@@ -63,6 +64,7 @@ async def answer(server: Server, request: Request, body: ChatRequest) -> Respons
 
 
 async def _answer(server: Server, request: Request, body: ChatRequest) -> Response:
+    timing = Timing(server.device)
     check_fields(server, body)
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options: only with stream", "stream_options")
@@ -79,16 +81,18 @@ async def _answer(server: Server, request: Request, body: ChatRequest) -> Respon
         stack.enter_context(server.service.admit())
         run = await server.service.start(chat.prompt_token_ids, chat.params, limits(body), 0)
         stack.push_async_callback(run.aclose)
+        timing.checked()
         if body.stream:
             pieces = _chunks(server, body, chat, run, head)
-            return EventStream(pieces, stack.pop_all().aclose)
+            return EventStream(pieces, stack.pop_all().aclose, timing.of_stream())
         output = await while_client_waits(request, run.finished())
     choices, reasoning = [], 0
     for each in output.outputs:
         reader = Reader(chat.parser())
         choices.append(_choice(server, body, each, reader))
         reasoning += reader.reasoning_tokens(server, each)
-    return JSONResponse({**head, "choices": choices, "usage": usage([output], reasoning)})
+    content = {**head, "choices": choices, "usage": usage([output], reasoning)}
+    return JSONResponse(content, headers=timing.of_answer([output]))
 
 
 def _params(server: Server, body: ChatRequest) -> SamplingParams:

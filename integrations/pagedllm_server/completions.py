@@ -26,6 +26,7 @@ from pagedllm_server.openai_common import (
     usage,
 )
 from pagedllm_server.sse import DONE, EventStream, all_or_none, event, while_client_waits
+from pagedllm_server.timing import Timing
 from pagedllm_server.tokens import new_text, new_tokens
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ async def _complete(server: Server, request: Request, body: CompletionRequest) -
     best_of = body.best_of or n
     if best_of < n:
         raise invalid(f"best_of: {best_of} is less than n, {n}", "best_of")
+    timing = Timing(server.device)
     if body.stream and best_of > n:
         raise invalid("best_of: a stream cannot be of the best answers", "best_of")
     if body.stream_options is not None and not body.stream:
@@ -72,6 +74,7 @@ async def _complete(server: Server, request: Request, body: CompletionRequest) -
         prompt_logprobs=body.logprobs if body.echo and body.logprobs is not None else None,
     )
     prompts = await _prompts(server, body)
+    timing.characters = sum(len(text) for text, _ in prompts)
     head = {
         "id": new_id("cmpl"),
         "object": "text_completion",
@@ -84,9 +87,10 @@ async def _complete(server: Server, request: Request, body: CompletionRequest) -
         for text, tokens in prompts:
             runs.append(await server.service.start(tokens, params, limits(body), len(text)))
             stack.push_async_callback(runs[-1].aclose)
+        timing.checked()
         if body.stream:
             pieces = _chunks(server, body, prompts, runs, head)
-            return EventStream(pieces, stack.pop_all().aclose)
+            return EventStream(pieces, stack.pop_all().aclose, timing.of_stream())
         outputs = await while_client_waits(request, all_or_none(run.finished() for run in runs))
     choices = []
     for number, output in enumerate(outputs):
@@ -96,7 +100,8 @@ async def _complete(server: Server, request: Request, body: CompletionRequest) -
         for position, answer in enumerate(answers[:n]):
             choice = _choice(server, body, prompts[number], output, answer, params)
             choices.append({"index": number * n + position, **choice})
-    return JSONResponse({**head, "choices": choices, "usage": usage(outputs)})
+    content = {**head, "choices": choices, "usage": usage(outputs)}
+    return JSONResponse(content, headers=timing.of_answer(outputs))
 
 
 async def _prompts(server: Server, body: CompletionRequest) -> Prompts:

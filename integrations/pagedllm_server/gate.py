@@ -101,7 +101,7 @@ class Gate:
         finally:
             generating = scope["method"] == "POST" and path in GENERATING
             if generating and status >= 400 and status != 401 and not request.runs:
-                self.metrics.turned_away()  # a run counts itself
+                self.metrics.turned_away(status)  # a run counts itself
             if self.access_log and (path not in OPEN_PATHS or status >= 400):
                 self._log(scope, path, status, time.perf_counter() - started)
             request_id.reset(token)

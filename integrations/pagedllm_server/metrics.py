@@ -35,6 +35,8 @@ SECONDS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0
 )  # fmt: skip
 TOKENS = tuple(float(2**power) for power in range(16))
+FAILURES = ("validation", "overloaded", "generation", "incomplete_generation")
+"""Values of TGI's label ``err``: refused, refused with 429, not ended, refused with 5xx."""
 
 
 @dataclass(slots=True)
@@ -58,6 +60,7 @@ class Metrics:
         """The engine's statistics, set before a scrape; None when there are none."""
         self.restarts = 0
         self.tgi: Tally[str] = Tally()
+        self.failures: Tally[str] = Tally()
         self.finished: Tally[str] = Tally()
         self.recent_ttft: deque[float] = deque(maxlen=256)
         self.recent_itl: deque[float] = deque(maxlen=256)
@@ -115,10 +118,13 @@ class Metrics:
             request.runs += 1
         return Watch(self, started)
 
-    def turned_away(self) -> None:
-        """A request to generate was refused before anything of it ran."""
+    def turned_away(self, status: int) -> None:
+        """A request to generate was refused, with this status, before anything of it ran."""
         self.tgi["count"] += 1
-        self.tgi["failure"] += 1
+        if status == 429:
+            self.failures["overloaded"] += 1
+        else:
+            self.failures["validation" if status < 500 else "incomplete_generation"] += 1
 
     def render(self) -> bytes:
         """All metrics in Prometheus's text format."""
@@ -169,7 +175,10 @@ class Watch:
         """Nothing more will come; ``output`` is the last one, if there was one."""
         metrics = self._metrics
         whole = output is not None and output.finished
-        metrics.tgi["success" if whole else "failure"] += 1
+        if whole:
+            metrics.tgi["success"] += 1
+        else:
+            metrics.failures["generation"] += 1
         if output is None or not whole:
             metrics.finished["abort"] += 1
             return
@@ -201,8 +210,12 @@ class _EngineCollector:
     def collect(self) -> Iterator[Metric]:
         """Yield a family per metric."""
         metrics = self._metrics
-        for name in ("count", "success", "failure"):
+        for name in ("count", "success"):
             yield _plain(f"tgi_request_{name}", f"Requests: {name}", metrics.tgi[name])
+        failures = Metric("tgi_request_failure", "Requests: failure", "unknown")
+        for kind in FAILURES:
+            failures.add_sample(failures.name, {"err": kind}, metrics.failures[kind])
+        yield failures
         success = CounterMetricFamily(
             "vllm:request_success", "Finished answers", labels=["model_name", "finished_reason"]
         )

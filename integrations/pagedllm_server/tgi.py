@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import secrets
-import time
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from pagedllm.structured import StructuredOutput
 from pagedllm_server.errors import ApiError, from_engine, invalid, naming, unsupported
 from pagedllm_server.service import Limits
 from pagedllm_server.sse import EventStream, event, while_client_waits
+from pagedllm_server.timing import Timing
 from pagedllm_server.tokens import new_tokens, top
 
 if TYPE_CHECKING:
@@ -50,14 +50,14 @@ async def generate(server: Server, request: Request, body: GenerateRequest) -> R
 
 
 async def _generate(server: Server, request: Request, body: GenerateRequest) -> Response:
-    arrived = time.perf_counter()
+    timing = _timing(server, body)
     parameters = _parameters(body)
     params = sampling_params(server, parameters, stream=False)
     tokens = await _prompt(server, body, parameters)
     with server.service.admit():
         limits = _limits(parameters)
         run = await server.service.start(tokens, params, limits, len(body.inputs))
-        checked = time.perf_counter()
+        timing.checked()
         output = await while_client_waits(request, run.finished())
     full = parameters.return_full_text or False
     # TGI's measure of best: log probability per token.
@@ -69,8 +69,13 @@ async def _generate(server: Server, request: Request, body: GenerateRequest) -> 
             content["details"]["best_of_sequences"] = [
                 _sequence(server, body, output, each, params, parameters) for each in answers[1:]
             ]
-    headers = _headers(server, body, output, arrived, checked)
-    return JSONResponse(content, headers=headers)
+    return JSONResponse(content, headers=timing.of_answer([output]))
+
+
+def _timing(server: Server, body: GenerateRequest) -> Timing:
+    timing = Timing(server.device)
+    timing.characters = len(body.inputs)
+    return timing
 
 
 async def generate_stream(server: Server, request: Request, body: GenerateRequest) -> Response:
@@ -84,10 +89,7 @@ async def _generate_stream(server: Server, body: GenerateRequest) -> Response:
     parameters = _parameters(body)
     params = sampling_params(server, parameters, stream=True)
     tokens = await _prompt(server, body, parameters)
-    headers = {
-        "x-compute-type": server.device,
-        "x-compute-characters": str(len(body.inputs)),
-    }
+    headers = _timing(server, body).of_stream()
     async with AsyncExitStack() as stack:
         stack.enter_context(server.service.admit())
         limits = _limits(parameters)
@@ -289,37 +291,6 @@ def _prefill(server: Server, output: RequestOutput) -> list[dict[str, Any]]:
     return found
 
 
-def _headers(
-    server: Server,
-    body: GenerateRequest,
-    output: RequestOutput,
-    arrived: float,
-    checked: float,
-) -> dict[str, str]:
-    """TGI's times, in milliseconds."""
-    now = time.perf_counter()
-    generated = sum(len(answer.token_ids) for answer in output.outputs)
-    times = output.metrics
-    queue = (times.queue_time if times else None) or 0.0
-    inference = max(0.0, (times.e2e_time if times else None) or 0.0) - queue
-
-    def ms(seconds: float) -> str:
-        return str(max(0, round(1000 * seconds)))
-
-    return {
-        "x-compute-type": server.device,
-        "x-compute-time": str(round(now - arrived, 6)),
-        "x-compute-characters": str(len(body.inputs)),
-        "x-total-time": ms(now - arrived),
-        "x-validation-time": ms(checked - arrived),
-        "x-queue-time": ms(queue),
-        "x-inference-time": ms(inference),
-        "x-time-per-token": ms(inference / generated if generated else 0.0),
-        "x-prompt-tokens": str(len(output.prompt_token_ids)),
-        "x-generated-tokens": str(generated),
-    }
-
-
 def token_list(server: Server, text: str, *, special: bool) -> list[dict[str, Any]]:
     """A text's tokens with where each begins and ends, as ``/tokenize`` gives them."""
     ids, places = server.offsets(text, special=special)
@@ -335,7 +306,7 @@ def info(server: Server) -> dict[str, Any]:
     model = llm.model_info
     return {
         "model_id": llm.config.model,
-        "model_sha": llm.config.revision,
+        "model_sha": llm.revision,
         "model_dtype": model.dtype,
         "model_device_type": model.device,
         "model_pipeline_tag": "text-generation",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pagedllm import Config
+from pagedllm import LLM, Config, resolve_model
 from pagedllm.testing import (
     ExecutorSuite,
     LogitsProcessorSuite,
@@ -56,6 +56,10 @@ class TestSmolLM2(ModelProviderSuite):
     @pytest.fixture
     def config(self):  # whose folder has been filled
         return Config()
+
+    def test_an_engine_says_which_weights_it_has(self):
+        with LLM("smollm2", num_pages=16, max_model_len=64) as llm:
+            assert llm.revision == resolve_model("smollm2").revision is not None
 
 
 class TestInlineExecutor(ExecutorSuite):

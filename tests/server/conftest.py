@@ -16,6 +16,7 @@ from plugin_site import written
 from server_process import ServerProcess, serving, wait_until
 
 HOUSE = """
+    import time
     from pagedllm import hookimpl
 
     @hookimpl
@@ -26,8 +27,9 @@ HOUSE = """
     def pagedllm_server_routes():
         return {"house": "house:add"}
 
-    def only(token_ids):
+    def only(token_ids, seconds=0):
         def process(generated, logits):
+            time.sleep(seconds)
             kept = logits[list(token_ids)].clone()
             logits[:] = float("-inf")
             logits[list(token_ids)] = kept

@@ -38,6 +38,24 @@ def test_headers_and_the_roots_list(http):
         assert each <= inference
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/completions", {"prompt": ["Once", "upon"]}), ("/v1/chat/completions", {})],
+)
+def test_openai_answers_have_them_too(http, path, body):
+    body = body or {"messages": MESSAGES}
+    answer = http.post(path, json={**body, "max_tokens": 3, "ignore_eos": True})
+    known = HEADERS if "prompt" in body else HEADERS - {"x-compute-characters"}
+    assert set(answer.headers) >= known
+    usage = answer.json()["usage"]
+    assert answer.headers["x-prompt-tokens"] == str(usage["prompt_tokens"])
+    assert answer.headers["x-generated-tokens"] == str(usage["completion_tokens"])
+    if "prompt" in body:
+        assert answer.headers["x-compute-characters"] == "8"
+    with http.stream("POST", path, json={**body, "max_tokens": 3, "stream": True}) as stream:
+        assert stream.headers["x-compute-type"] == "cpu"
+
+
 def check_stream_headers(answer):
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith("text/event-stream")
@@ -67,7 +85,7 @@ def test_counters_have_what_is_refused_and_every_route(http):
         found = dict(line.rsplit(" ", 1) for line in lines if line.startswith("tgi_request_"))
         return [
             float(found[f"tgi_request_{name}"])
-            for name in ("count", "success", "failure", "max_new_tokens_count")
+            for name in ("count", "success", 'failure{err="validation"}', "max_new_tokens_count")
         ]
 
     before = counted()

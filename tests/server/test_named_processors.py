@@ -5,6 +5,8 @@ from __future__ import annotations
 import httpx
 import pytest
 
+from server_process import wait_until
+
 ONLY = {"name": "only", "token_ids": [40]}
 
 
@@ -45,3 +47,23 @@ def test_what_is_wrong_is_422_with_the_field(base, given, words):
     assert error["param"].startswith("logits_processors")
     for word in words:
         assert word in error["message"]
+
+
+def test_hanging_up_frees_the_pages_within_a_step(base):
+    """The step that runs meanwhile is ended, and no other begins: each takes half a second."""
+    slow = {**ONLY, "seconds": 0.5}
+    body = {"prompt": "x", "max_tokens": 500, "temperature": 0, "stream": True}
+    with base.stream("POST", "/v1/completions", json={**body, "logits_processors": [slow]}) as got:
+        lines = got.iter_lines()  # to be kept: without it, httpx hangs up
+        next(lines)
+        before = base.get("/stats").json()
+    assert before["pages"]["used"] > 0
+
+    def idle():
+        after.update(base.get("/stats").json())
+        return not after["running"] and not after["pages"]["used"]
+
+    after = {}
+    wait_until(idle)
+    # One that had begun when the statistics were made, and one until the hang-up is seen.
+    assert after["steps"] - before["steps"] <= 2

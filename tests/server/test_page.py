@@ -12,7 +12,7 @@ from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
-from server_process import wait_until
+from server_process import kill_engine, wait_until
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 DRIVER = shutil.which("chromedriver")
@@ -176,3 +176,14 @@ def test_an_error_is_shown_and_the_engine_is_watched(browser):
     browser.get_log("browser")  # the refused request is reported there, as it should be
     browser.set_window_size(420, 800)
     keep(browser, "narrow")
+
+
+def test_an_engine_that_dies_is_shown_until_another_serves(browser, server):
+    wait_until(lambda: find(browser, "state").text.startswith("ready"))
+    kill_engine(server)
+    wait_until(lambda: "restarted in" in find(browser, "state").text)
+    assert "bad" in find(browser, "state").get_attribute("class")
+    keep(browser, "died")
+    wait_until(lambda: find(browser, "state").text.startswith("ready, restarted"), 240)
+    assert "bad" not in find(browser, "state").get_attribute("class")
+    browser.get_log("browser")  # what had no answer meanwhile is reported there

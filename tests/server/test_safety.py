@@ -286,8 +286,9 @@ def test_without_the_flag_no_processor_may_be_named(http):
 # -- time -----------------------------------------------------------------------------
 
 
-def failures(http):
-    [found] = re.findall(r"^tgi_request_failure (\S+)$", http.get("/metrics").text, re.MULTILINE)
+def failures(http, kind):
+    text = http.get("/metrics").text
+    [found] = re.findall(rf'^tgi_request_failure{{err="{kind}"}} (\S+)$', text, re.MULTILINE)
     return float(found)
 
 
@@ -295,7 +296,7 @@ def test_a_full_server_says_when_to_come_back(http, server, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # which it takes for a ban of this
     hub = InferenceClient(server.url, token=KEY)
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY)
-    held, lines, before = [], [], failures(http)
+    held, lines, before = [], [], failures(http, "overloaded")
     try:
         for _ in range(6):
             request = http.build_request(
@@ -309,7 +310,7 @@ def test_a_full_server_says_when_to_come_back(http, server, monkeypatch):
             assert answer.status_code == 429
             assert int(answer.headers["retry-after"]) >= 1
         assert http.post("/generate", json={"inputs": "A"}).json()["error_type"] == "overloaded"
-        assert failures(http) == before + 3
+        assert failures(http, "overloaded") == before + 3
         with pytest.raises(OverloadedError, match="max_concurrent_requests"):
             hub.text_generation("A")
         with pytest.raises(openai.RateLimitError) as refused:

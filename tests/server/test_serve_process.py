@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import httpx
 import pytest
@@ -152,11 +154,12 @@ def test_metrics_have_the_names_of_every_dashboard(server):
     assert generated >= 5
     states = {s: float(samples[f'pagedllm_pages{{state="{s}"}}']) for s in ("used", "cached")}
     assert states["used"] == 0
+    # Those of NVIDIA's devices, where there is one and the library that asks it.
+    gpu = Path("/proc/driver/nvidia/gpus").exists() and importlib.util.find_spec("pynvml")
+    assert ("pagedllm_device_utilisation" in names) == bool(gpu)
 
 
 def test_the_dashboard_asks_for_metrics_that_there_are(server):
-    from pathlib import Path
-
     board = json.loads((Path(__file__).parents[2] / "docs" / "grafana.json").read_text())
     text = httpx.get(f"{server.url}/metrics").text
     for panel in board["panels"]:
