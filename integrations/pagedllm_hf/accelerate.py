@@ -278,11 +278,11 @@ class Accelerated:
                     raise CannotRun("the weights changed while a call around this one runs")
                 self._changed.wait_for(lambda: not self._users)
                 self._rebuild()
-            llm = self._llm
+            llm, mark = self._llm, self._mark
             if llm is None:
                 raise CannotRun(self.fallback_reason or "the handle is closed")
             self._users.append(threading.get_ident())
-        run = Run(self.model, llm)
+        run = Run(self.model, llm, mark)
         try:
             yield make_twin(self._twin_class, run)
         finally:

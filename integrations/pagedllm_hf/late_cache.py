@@ -3,39 +3,73 @@
 Owner: the generate drop-in. The engine's own pages are gone when a call ends, and few callers
 want a cache. Who does gets a plain one of transformers, filled by one forward step of the model
 over the tokens that the original would have had in it. Invariants: what is not looked at costs
-nothing; once it is looked at, nothing of this module is left in it.
+nothing, and does not keep the model alive; no cache is computed from another state of the model
+than the answer's; once it is looked at, nothing of this module is left in it.
 """
 
 from __future__ import annotations
 
 import copy
-from functools import partial
+import threading
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from pagedllm_hf.fingerprint import fingerprint
+
 if TYPE_CHECKING:
+    import weakref
+
     import torch
     from transformers import PreTrainedModel
     from transformers.cache_utils import Cache
 
-_FILL = "_pagedllm_fill"
+_RECIPE = "_pagedllm_recipe"
 
 
-def late_cache(
-    empty: Cache, model: PreTrainedModel, tokens: torch.Tensor, mask: torch.Tensor | None, name: str
-) -> Cache:
-    """Return a cache of the class of ``empty`` that is filled at its first use.
+@dataclass(slots=True, eq=False)
+class Recipe:
+    """How to make a cache, later."""
 
-    Args:
-        empty: as transformers makes it for the call.
-        model: computes it.
-        tokens: int64 [B, N]: what it is to hold.
-        mask: [B, L]: zeros for padding on the left of the first ``L <= N`` tokens; None when
-            there is none.
-        name: of the argument that takes the cache in the model's forward.
-    """
-    cls = type(empty)
+    empty: Cache
+    """As transformers makes it for the call; what is filled."""
+    model: weakref.ref[PreTrainedModel]
+    mark: tuple[Any, ...]
+    """The model's fingerprint when it answered."""
+    tokens: torch.Tensor
+    """int64 [B, N]: what the cache is to hold."""
+    mask: torch.Tensor | None
+    """[B, L]: zeros for padding on the left of the first ``L <= N`` tokens; None for none."""
+    name: str
+    """Of the argument that takes the cache in the model's forward."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def make(self) -> Cache:
+        """Fill the cache. Raises ValidationError when the model is gone or has changed."""
+        import torch
+
+        model = self.model()
+        if model is None:
+            raise _too_late(self.name, "is gone")
+        if fingerprint(model, contents=self.mark[1] is not None) != self.mark:
+            raise _too_late(self.name, "has changed since")
+        shown = torch.ones_like(self.tokens)
+        if self.mask is not None:
+            shown[:, : self.mask.shape[1]] = self.mask
+        positions = (shown.cumsum(dim=1) - 1).clamp(min=0)
+        keep = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
+        inputs = {"input_ids": self.tokens, "attention_mask": shown, "position_ids": positions}
+        moved = {key: value.to(model.device) for key, value in inputs.items()}
+        filled = copy.deepcopy(self.empty)  # a step that fails may be tried again
+        with torch.no_grad():
+            model(**moved, **{self.name: filled}, use_cache=True, **keep)
+        return filled
+
+
+def late_cache(recipe: Recipe) -> Cache:
+    """Return a cache of the class of the recipe's empty one that is filled at its first use."""
+    cls = type(recipe.empty)
     late: Cache = object.__new__(type(cls.__name__, (_Late, cls), {"__module__": cls.__module__}))
-    vars(late)[_FILL] = partial(_fill, empty, model, tokens, mask, name)
+    vars(late)[_RECIPE] = recipe
     return late
 
 
@@ -43,16 +77,18 @@ class _Late:
     """Goes before a class of cache: has no attributes, and whatever is asked of it fills it."""
 
     def __getattr__(self, name: str) -> Any:
-        fill = vars(self).get(_FILL)
-        if fill is None:
-            raise AttributeError(name)
-        filled = fill()
-        vars(self).update(vars(filled))
-        del vars(self)[_FILL]
-        self.__class__ = type(filled)
-        return getattr(self, name)
+        held = vars(self)
+        recipe: Recipe | None = held.get(_RECIPE)
+        if recipe is not None:
+            with recipe.lock:
+                if _RECIPE in held:  # no other thread was first
+                    filled = recipe.make()
+                    held.update(vars(filled))
+                    self.__class__ = type(filled)
+                    del held[_RECIPE]
+        return object.__getattribute__(self, name)
 
-    # A copy of the recipe would copy the model.
+    # A copy of the recipe would need the model.
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(_filled(self), memo)
 
@@ -65,19 +101,10 @@ def _filled(late: Any) -> Any:
     return late
 
 
-def _fill(
-    empty: Cache, model: PreTrainedModel, tokens: torch.Tensor, mask: torch.Tensor | None, name: str
-) -> Cache:
-    import torch
+def _too_late(name: str, what: str) -> Exception:
+    from pagedllm import ValidationError
 
-    shown = torch.ones_like(tokens)
-    if mask is not None:
-        shown[:, : mask.shape[1]] = mask
-    filled = copy.deepcopy(empty)  # two threads may be here at once
-    positions = (shown.cumsum(dim=1) - 1).clamp(min=0)
-    keep = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
-    inputs = {"input_ids": tokens, "attention_mask": shown, "position_ids": positions}
-    moved = {key: value.to(model.device) for key, value in inputs.items()}
-    with torch.no_grad():
-        model(**moved, **{name: filled}, use_cache=True, **keep)
-    return filled
+    return ValidationError(
+        f"the cache of an answer is computed when it is first looked at, and the model that gave "
+        f"this one {what}; look at it before, with len(answer.{name})"
+    )

@@ -15,11 +15,12 @@ model itself is never written to.
 from __future__ import annotations
 
 import functools
+import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pagedllm_hf import simple_batches
-from pagedllm_hf.late_cache import late_cache
+from pagedllm_hf.late_cache import Recipe, late_cache
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -47,6 +48,8 @@ class Run:
 
     model: PreTrainedModel
     llm: LLM
+    mark: tuple[Any, ...]
+    """The model's fingerprint, which is the engine's."""
     begun: bool = False
     mask: torch.Tensor | None = None
     """int64 or bool [B, L]; None when there is no padding."""
@@ -130,7 +133,9 @@ class Run:
         if self.empty_cache is None or tokens is None:
             return None
         tokens = tokens if self.parents is None else tokens[self.parents]
-        return late_cache(self.empty_cache, self.model, tokens, self.mask, cache_name())
+        model = weakref.ref(self.model)
+        recipe = Recipe(self.empty_cache, model, self.mark, tokens, self.mask, cache_name())
+        return late_cache(recipe)
 
     def close(self) -> None:
         """Free the rows' pages."""

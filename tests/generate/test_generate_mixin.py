@@ -6,14 +6,19 @@ docs/generate.md has the table that says which of its methods is held by which t
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import random
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from transformers import CompileConfig, DynamicCache, GenerationConfig
 
+import pagedllm
 from generate_pairs import EOS, FAMILIES, PAD, VOCAB, Pair, build, check_caches_equal
 
 if TYPE_CHECKING:
@@ -129,6 +134,57 @@ def test_a_cache_is_made_when_someone_looks_at_it(llama: Pair) -> None:
         assert type(copied.past_key_values) is DynamicCache
         check_caches_equal(copied.past_key_values, cache, None)
     assert not hasattr(answer().past_key_values, "no_such_thing")
+
+
+def test_a_cache_is_of_the_weights_that_answered_or_not_at_all() -> None:
+    ids = torch.tensor([[1, 2, 3]])
+    call = {"max_new_tokens": 4, **DICTIONARY}
+    for check_weights in (True, False):
+        model = build("llama", 21)
+        with pagedllm.accelerate(model, num_pages=64, check_weights=check_weights):
+            seen, unseen = model.generate(ids, **call), model.generate(ids, **call)
+            before = type(model).generate(model, ids, **call)
+            assert len(seen.past_key_values) == 2
+            with torch.no_grad():
+                model.model.layers[0].self_attn.v_proj.weight.mul_(-2.0)
+            with pytest.raises(pagedllm.ValidationError, match="changed since; look at it before"):
+                unseen.past_key_values.get_seq_length()
+            check_caches_equal(seen.past_key_values, before.past_key_values, None)
+            after = type(model).generate(model, ids, **call)
+            again = model.generate(ids, **call)
+            check_caches_equal(again.past_key_values, after.past_key_values, None)
+
+
+def test_a_cache_outlives_its_model_and_does_not_keep_it() -> None:
+    model = build("llama", 22)
+    with pagedllm.accelerate(model, num_pages=64):
+        answers = [
+            model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4, **DICTIONARY)
+            for _ in range(2)
+        ]
+    assert answers[0].past_key_values.get_seq_length() == 6
+    left = weakref.ref(model)
+    del model
+    gc.collect()
+    assert left() is None
+    assert answers[0].past_key_values.get_seq_length() == 6
+    with pytest.raises(pagedllm.ValidationError, match="is gone; look at it before"):
+        answers[1].past_key_values.get_seq_length()
+
+
+def test_threads_that_look_at_one_cache_see_one(llama: Pair) -> None:
+    for _ in range(5):
+        answer = llama.model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4, **DICTIONARY)
+        together = threading.Barrier(4)
+
+        def look(cache: Any, together: threading.Barrier) -> Any:
+            together.wait(60)
+            return cache.layers
+
+        with ThreadPoolExecutor(4) as pool:
+            caches, barriers = [answer.past_key_values] * 4, [together] * 4
+            first, *others = pool.map(look, caches, barriers)
+        assert all(layers is first for layers in others)
 
 
 # -- padding, processors, tokens ---------------------------------------------------
