@@ -37,7 +37,9 @@ QUANTISED = (
     "kernels/pagedllm_kernels/numba_cpu/grouped.py",
     "kernels/pagedllm_kernels/numba_cpu/quantized.py",
 )
-BUDGETS = {"engine": 9_000, "quantised": 700, "around": 5_000}
+# Pages outside the engine's memory, by a plugin's store.
+STORED = ("backend/pagedllm/kv_store/",)
+BUDGETS = {"engine": 9_000, "quantised": 700, "stored": 300, "around": 5_000}
 """The engine and its kernels are whatever a request passes through."""
 PER_FILE = 450
 LAYOUT = {
@@ -74,6 +76,8 @@ def _part(name: str) -> str:
     """Say which budget a file of the engine or its kernels counts for."""
     if name.startswith(AROUND):
         return "around"
+    if name.startswith(STORED):
+        return "stored"
     return "quantised" if name in QUANTISED else "engine"
 
 

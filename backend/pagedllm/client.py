@@ -7,7 +7,6 @@ a client closes its engine; so do ``close()`` and the interpreter's exit.
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import sys
 import weakref
@@ -27,7 +26,9 @@ from pagedllm.engine.remote import RemoteLoop
 from pagedllm.engine.requests import RequestState
 from pagedllm.engine.text import TokenDecoder, load_tokenizer
 from pagedllm.errors import ConfigError, ValidationError
-from pagedllm.response_cache.entry import ResponseCaching, make_store
+from pagedllm.kv_store.loop import StoringLoop
+from pagedllm.kv_store.store import make_kv_store
+from pagedllm.response_cache.entry import ResponseCaching, make_response_cache
 from pagedllm.response_cache.keys import engine_identity
 from pagedllm.sampling_params import SamplingParams
 from pagedllm.structured.chat import ChatFormat, PreparedChat, ToolRequest
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from pagedllm.engine.intake import Prompt
     from pagedllm.engine.streams import Waker
     from pagedllm.executors.base import Executor
+    from pagedllm.hookspecs import ResolvedModel
     from pagedllm.metrics import EngineStats
     from pagedllm.models.base import PagedModel
     from pagedllm.models.quantizing import Quantizer
@@ -79,16 +81,15 @@ class Client:
 
         manager = get_manager(config.plugins_allow, config.plugins_block)
         resolved = manager.resolve_model(config.model, config.revision, config=config)
-        path = str(resolved.path)
-        store, reporters = make_store(config), make_reporters(config)
+        store, reporters = make_response_cache(config), make_reporters(config)
         loop: EngineLoop | RemoteLoop
         if config.engine == "process":
-            loop = RemoteLoop(config, partial(_make_there, path=path))
+            loop = RemoteLoop(config, partial(_make_there, resolved=resolved))
         else:
-            loop = EngineLoop(config, _make_executor(config, partial(_load_model, config, path)))
+            loop = _make_loop(config, resolved)
         entry: Entry = loop
         try:
-            tokenizer = _tokenizer(config, path)
+            tokenizer = _tokenizer(config, str(resolved.path))
             if store is not None:
                 identity = engine_identity(config, resolved, loop.info, tokenizer)
                 entry = ResponseCaching(loop, store, identity)
@@ -126,12 +127,12 @@ class Client:
             skip_tokenizer_init=tokenizer is None,
             **settings,
         ).resolve()
-        if config.response_cache is not None:
-            raise ConfigError(
-                "response_cache: nothing tells the weights of a model that is loaded already "
-                "from others; leave it out, or start from the model's name or folder",
-                "response_cache",
-            )
+        for name in ("response_cache", "kv_store"):
+            if getattr(config, name) is not None:
+                raise ConfigError(
+                    f"{name}: nothing tells a loaded model's weights from others; load it by name",
+                    name,
+                )
         if config.engine == "process":
             raise ConfigError(
                 "engine: a model that is loaded already stays in its process", "engine"
@@ -166,7 +167,7 @@ class Client:
         # Runs when the last reference goes, and at exit.
         self._finalizer = weakref.finalize(self, close_after, reporters, entry.close)
         for reporter in reporters:
-            reporter.start(partial(_stats, loop, entry))
+            reporter.start(partial(entry.call, Engine.stats))
 
     @property
     def model_info(self) -> ModelInfo:
@@ -271,7 +272,7 @@ class Client:
 
     def stats(self) -> EngineStats:
         """Counters, and the batch and cache at this moment. Raises EngineClosedError."""
-        return _stats(self._loop, self._entry)
+        return self._entry.call(Engine.stats)
 
     def page_states(self) -> bytes:
         """Per page of the cache: 0 free, 1 cached, 2 used by one sequence, 3 by several."""
@@ -298,13 +299,6 @@ class Client:
     def closed(self) -> bool:
         """Whether ``close`` was called."""
         return self._loop.closed
-
-
-def _stats(loop: EngineLoop | RemoteLoop, entry: Entry) -> EngineStats:
-    stats = loop.call(Engine.stats)
-    if not isinstance(entry, ResponseCaching):
-        return stats
-    return dataclasses.replace(stats, response_cache=entry.stats())
 
 
 def _config(model: str | Config | None, settings: Mapping[str, Any]) -> Config:
@@ -342,11 +336,18 @@ def _make_executor(config: Config, load: Callable[[], PagedModel]) -> Executor:
     return executor
 
 
-def _make_there(config: Config, path: str) -> tuple[Executor, TokenDecoder | None]:
-    """What an engine in a process of its own needs, made in that process."""
-    tokenizer = _tokenizer(config, path)
-    executor = _make_executor(config, partial(_load_model, config, path))
-    return executor, None if tokenizer is None else TokenDecoder(tokenizer)
+def _make_loop(config: Config, resolved: ResolvedModel) -> EngineLoop:
+    executor = _make_executor(config, partial(_load_model, config, str(resolved.path)))
+    store = make_kv_store(config)
+    if store is None:
+        return EngineLoop(config, executor)
+    return StoringLoop(config, executor, store, resolved)
+
+
+def _make_there(config: Config, resolved: ResolvedModel) -> tuple[EngineLoop, TokenDecoder | None]:
+    """What a process of the engine's own needs, made in that process."""
+    tokenizer = _tokenizer(config, str(resolved.path))
+    return _make_loop(config, resolved), None if tokenizer is None else TokenDecoder(tokenizer)
 
 
 def _tokenizer(config: Config, path: str) -> PreTrainedTokenizerBase | None:

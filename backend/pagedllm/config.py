@@ -157,6 +157,14 @@ class Config:
         section="cache",
     )
 
+    kv_store: str | Mapping[str, Any] | None = option(
+        None,
+        Named(),
+        "a plugin's store of full pages of keys and values, shared by engines of one model: its "
+        'name, or with options {"name": ..., ...}; none: pages are not kept elsewhere',
+        section="cache",
+    )
+
     max_num_batched_tokens: int | None = option(
         None, Integer(low=1), "most tokens computed in one step; none: 2048", section="scheduler"
     )

@@ -90,6 +90,15 @@ class ResponseCache(Protocol):
         ...
 
 
+class KVStore(ResponseCache, Protocol):
+    """A store of pages of keys and values that engines of one model share.
+
+    The methods are those of :class:`ResponseCache`, under the same rules. What is kept under a
+    key is one page of all layers: hundreds of kilobytes to megabytes. Pages of one prompt are
+    asked for in order, and are of use only up to the first that is not there.
+    """
+
+
 class MetricsSink(Protocol):
     """Receives the engine's metrics in a thread of its own; may block, and may raise."""
 
@@ -236,6 +245,21 @@ def pagedllm_response_caches() -> Mapping[str, str]:
         @hookimpl
         def pagedllm_response_caches():
             return {"redis": "pagedllm_redis.cache:RedisResponseCache"}
+    """
+    return {}
+
+
+@hookspec
+def pagedllm_kv_stores() -> Mapping[str, str]:
+    """Register stores for pages of keys and values, shared by engines of one model.
+
+    Each name leads to a callable ``make(config, **options)`` that returns a :class:`KVStore`;
+    ``Config(kv_store=...)`` names it, alone or with options. It connects to nothing yet, and
+    is made in the process that the engine runs in. Example::
+
+        @hookimpl
+        def pagedllm_kv_stores():
+            return {"nvme": "my_package.pages:FolderOfPages"}
     """
     return {}
 

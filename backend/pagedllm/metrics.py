@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pagedllm.cache.manager import CacheStats
+    from pagedllm.kv_store.stats import KVStoreStats
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +104,8 @@ class EngineStats:
     cache: CacheStats
     response_cache: ResponseCacheStats | None = None
     """None without ``Config.response_cache``. Its hits are in none of the other counters."""
+    kv_store: KVStoreStats | None = None
+    """None without ``Config.kv_store``. Its pages count as hits of the prefix cache, too."""
 
     @classmethod
     def of(

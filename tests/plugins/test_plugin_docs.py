@@ -81,3 +81,16 @@ def test_the_examples_that_a_setting_names_work_together(tmp_path, tiny_with_tex
     reports = [json.loads(line) for line in report.read_text().splitlines()]
     assert reports[-1]["requests"] == 2
     assert reports[-1]["response_cache"]["lookups"] >= 1
+
+
+def test_the_example_of_a_store_of_pages_works(tmp_path, tiny_with_text):
+    code = next(each for each in EXAMPLES if "def pagedllm_kv_stores(" in each)
+    (tmp_path / "site").mkdir()
+    spec = {"name": "folder", "path": str(tmp_path / "pages")}
+    greedy = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    with installed(tmp_path / "site", documented_store=code):
+        for cached in (0, 32):
+            with LLM(str(tiny_with_text), threads=1, kv_store=spec) as llm:
+                [found] = llm.generate(list(range(10, 43)), greedy)
+                assert found.num_cached_tokens == cached
+    assert len(list((tmp_path / "pages").iterdir())) == 2

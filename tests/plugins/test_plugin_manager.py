@@ -329,7 +329,7 @@ def test_target_that_cannot_be_imported_names_its_plugin(site):
 
 def test_every_registry_hook_can_be_asked(site):
     manager = site.manager()
-    assert len(REGISTRIES) == 8
+    assert len(REGISTRIES) == 9
     for hook in REGISTRIES:
         assert dict(manager.registry(hook)) == {}
 

@@ -7,6 +7,7 @@ import pytest
 from pagedllm import LLM, Config, resolve_model
 from pagedllm.testing import (
     ExecutorSuite,
+    KVStoreSuite,
     LogitsProcessorSuite,
     ModelProviderSuite,
     ResponseCacheSuite,
@@ -29,6 +30,10 @@ PLUGIN = """
 
     @hookimpl
     def pagedllm_response_caches():
+        return {"in-memory": "suited:InMemory"}
+
+    @hookimpl
+    def pagedllm_kv_stores():
         return {"in-memory": "suited:InMemory"}
 
     @hookimpl
@@ -92,4 +97,10 @@ class TestTheirs(LogitsProcessorSuite):
 @pytest.mark.usefixtures("site")
 class TestInMemory(ResponseCacheSuite):
     cache = "in-memory"
+    shared = False
+
+
+@pytest.mark.usefixtures("site")
+class TestPagesInMemory(KVStoreSuite):
+    kv_store = "in-memory"
     shared = False

@@ -11,6 +11,7 @@ import pytest
 
 from pagedllm.testing import (
     ExecutorSuite,
+    KVStoreSuite,
     LogitsProcessorSuite,
     ModelProviderSuite,
     ResponseCacheSuite,
@@ -254,6 +255,10 @@ CACHES = """
     @hookimpl
     def pagedllm_response_caches():
         return {each.__name__: f"caches:{each.__name__}" for each in Files.__subclasses__()}
+
+    @hookimpl
+    def pagedllm_kv_stores():
+        return pagedllm_response_caches()
 """
 CACHE_FAULTS = {
     "swallows": ("test_options_that_it_does_not_know_are_refused", "was accepted"),
@@ -266,6 +271,9 @@ CACHE_FAULTS = {
     "is_alone": ("test_engines_share_it", "another store"),
     "forgets": ("test_an_engine_answers_from_it", "was computed"),
 }
+# A store of pages is asked the same, but for what an engine does with it.
+_NOT_FOUND = ("test_an_engine_goes_on_from_it", "0 of the prompt's 64 tokens")
+STORE_FAULTS = {**CACHE_FAULTS, "forgets": _NOT_FOUND}
 FIXTURES = """
 import pytest
 @pytest.fixture
@@ -283,6 +291,7 @@ SUITES = {
     "ExecutorSuite": ("executor", EXECUTOR_FAULTS),
     "LogitsProcessorSuite": ("processor", PROCESSOR_FAULTS),
     "ResponseCacheSuite": ("cache", CACHE_FAULTS),
+    "KVStoreSuite": ("kv_store", STORE_FAULTS),
 }
 
 
@@ -293,7 +302,7 @@ def write_suite(folder, suite):
     lines += [f"class Test_{name}({suite}):\n    {attribute} = {name!r}" for name in faults]
     if suite == "ExecutorSuite":
         lines.append("Test_takes_the_latest.settings = {'steps_in_flight': 2}")
-    if suite == "ResponseCacheSuite":  # where the store keeps its files
+    if suite in ("ResponseCacheSuite", "KVStoreSuite"):  # where the store keeps its files
         lines += [FIXTURES, *(f"Test_{name}.options = options" for name in faults)]
     (folder / f"test_{suite}.py").write_text("\n".join(lines))
     return [f"test_{suite}.py::Test_{name}::{check}" for name, (check, _) in faults.items()]
@@ -337,11 +346,12 @@ def found(plugins):
 
 
 @pytest.mark.parametrize(
-    "suite", [ModelProviderSuite, ExecutorSuite, LogitsProcessorSuite, ResponseCacheSuite]
+    "suite",
+    [ModelProviderSuite, ExecutorSuite, LogitsProcessorSuite, ResponseCacheSuite, KVStoreSuite],
 )
 def test_every_check_notices_its_fault(found, suite):
     _, faults = SUITES[suite.__name__]
-    checks = {name for name in vars(suite) if name.startswith("test_")}
+    checks = {name for name in dir(suite) if name.startswith("test_")}
     assert {test for test, _ in faults.values()} == checks
     for name, (test, word) in faults.items():
         said = found[suite.__name__, name, test]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from pagedllm.cache.eviction import LRUEviction
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from pagedllm.cache.eviction import EvictionPolicy
 
@@ -40,7 +40,7 @@ class PageCounts:
 class PagePool:
     """Hands out page ids 0 to ``num_pages - 1``."""
 
-    __slots__ = ("_by_hash", "_free", "_hash_of", "_policy", "_references", "num_pages")
+    __slots__ = ("_by_hash", "_free", "_hash_of", "_policy", "_references", "listener", "num_pages")
 
     def __init__(self, num_pages: int, policy: EvictionPolicy | None = None) -> None:
         self.num_pages = num_pages
@@ -50,6 +50,8 @@ class PagePool:
         self._references = [0] * num_pages
         self._hash_of: list[bytes | None] = [None] * num_pages
         self._by_hash: dict[bytes, int] = {}
+        # Called with each page that becomes findable, and its hash; it may not change the pool.
+        self.listener: Callable[[int, bytes], None] | None = None
 
     @property
     def num_available(self) -> int:
@@ -108,6 +110,8 @@ class PagePool:
         if digest not in self._by_hash and self._hash_of[page] is None:
             self._by_hash[digest] = page
             self._hash_of[page] = digest
+            if self.listener is not None:
+                self.listener(page, digest)
 
     def lookup(self, digest: bytes) -> int | None:
         """Return the page that holds these contents, or None."""

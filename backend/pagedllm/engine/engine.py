@@ -207,7 +207,7 @@ class Engine:
         except Exception as error:  # noqa: BLE001 - reported to every request; see below
             # Not one step's failure, which comes back as a result: the executor itself is
             # gone, or our own books are wrong. Nothing that runs can be trusted to go on.
-            problem = EngineError(f"the engine stopped: {_describe(error)}")
+            problem = EngineError(f"the engine stopped: {describe(error)}")
             problem.__cause__ = error
             self._fatal = problem
             self._in_flight = 0
@@ -357,10 +357,11 @@ class Engine:
 def _engine_error(error: BaseException) -> EngineError:
     if isinstance(error, EngineError):
         return error
-    wrapped = EngineError(f"the request failed in a step: {_describe(error)}")
+    wrapped = EngineError(f"the request failed in a step: {describe(error)}")
     wrapped.__cause__ = error
     return wrapped
 
 
-def _describe(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
+    """Say what an exception is, in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")

@@ -23,8 +23,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from pagedllm.engine.engine import Engine
-from pagedllm.engine.loop import EngineLoop
+from pagedllm.engine.engine import Engine, describe
 from pagedllm.engine.requests import OutputState, RequestState
 from pagedllm.engine.sequence import SequenceState
 from pagedllm.errors import EngineClosedError, EngineError, ValidationError
@@ -33,8 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pagedllm.config import Config
+    from pagedllm.engine.loop import EngineLoop
     from pagedllm.engine.text import OutputText, TokenDecoder
-    from pagedllm.executors.base import Executor
     from pagedllm.outputs import FinishReason
     from pagedllm.types import ModelInfo, Request, TokenLogprobs
 
@@ -76,8 +75,8 @@ class RemoteLoop:
 
     Args:
         config: a resolved config.
-        make: in the process, called with the config, returns the executor and the decoder of
-            tokens; sent there, so it must pickle.
+        make: in the process, called with the config, returns the engine's loop and the decoder
+            of tokens; sent there, so it must pickle.
 
     Raises:
         EngineError: the process ended before it was ready.
@@ -85,7 +84,7 @@ class RemoteLoop:
     """
 
     def __init__(
-        self, config: Config, make: Callable[[Config], tuple[Executor, TokenDecoder | None]]
+        self, config: Config, make: Callable[[Config], tuple[EngineLoop, TokenDecoder | None]]
     ) -> None:
         ours, theirs = socket.socketpair()
         with ours, theirs:
@@ -129,7 +128,7 @@ class RemoteLoop:
         except Exception as error:
             raise ValidationError(
                 f"logits_processors: they cannot be sent to the engine's own process "
-                f"({_one_line(error)}); define them in a module, name a plugin's, or start the "
+                f"({describe(error)}); define them in a module, name a plugin's, or start the "
                 f"engine with engine='thread'",
                 "logits_processors",
             ) from error
@@ -325,8 +324,7 @@ def main(descriptor: int) -> None:
     lock = threading.Lock()
     try:
         config, make = connection.recv()
-        executor, decoder = make(config)
-        loop = EngineLoop(config, executor)
+        loop, decoder = make(config)
     except (EOFError, OSError):
         os._exit(1)
     except BaseException as error:  # noqa: BLE001 - raised where the engine was asked for
@@ -360,7 +358,7 @@ def _obey(
         try:
             request: Request = pickle.loads(packed)
         except Exception as error:  # noqa: BLE001 - somebody's module may do anything
-            problem = EngineError(f"the engine's process cannot read it: {_one_line(error)}")
+            problem = EngineError(f"the engine's process cannot read it: {describe(error)}")
             gain = _Gain(request_id, [], {}, None, time.monotonic(), problem, None)
             with lock:
                 connection.send(("gains", [gain]))
@@ -420,8 +418,4 @@ def _portable(error: BaseException) -> BaseException:
 
     if isinstance(error, PagedLLMError):
         return error
-    return EngineError(_one_line(error))
-
-
-def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return EngineError(describe(error))

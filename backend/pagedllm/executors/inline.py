@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 from pagedllm.errors import EngineClosedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from pagedllm.config import Config
     from pagedllm.models.base import PagedModel
     from pagedllm.types import ModelInfo, ScheduleStep, StepOutput
     from pagedllm.worker.worker import Worker
+    from pagedllm_kernels.types import LayerCache
 
 
 class InlineExecutor:
@@ -46,6 +47,11 @@ class InlineExecutor:
             torch.set_num_threads(self._config.threads)
         self._worker = Worker(self._load(), self._config)
         return self._worker.info
+
+    @property
+    def layers(self) -> Sequence[LayerCache]:
+        """The pages' memory; for the engine's thread, between two steps."""
+        return () if self._worker is None else self._worker.layers
 
     def submit(self, step: ScheduleStep) -> None:
         """Run a step and keep its result."""

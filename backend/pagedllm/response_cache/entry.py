@@ -7,19 +7,20 @@ to the client.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import queue
 import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from pagedllm._named import make
-from pagedllm.errors import ConfigError, EngineError, PagedLLMError
+from pagedllm.engine.engine import Engine
+from pagedllm.errors import EngineError, PagedLLMError
 from pagedllm.metrics import ResponseCacheStats
 from pagedllm.response_cache.keys import is_cacheable, request_key
 from pagedllm.response_cache.replay import Replay, pack, unpack
-from pagedllm.response_cache.store import BoundedStore
+from pagedllm.response_cache.store import BoundedStore, make_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from pagedllm.engine.remote import RemoteLoop
     from pagedllm.engine.requests import RequestState
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
@@ -48,22 +50,10 @@ class _Finished:
     key: str
 
 
-def make_store(config: Config) -> BoundedStore | None:
+def make_response_cache(config: Config) -> BoundedStore | None:
     """Make the store that the configuration names, if any. Raises ConfigError."""
-    named = config.response_cache
-    if named is None:
-        return None
-    store = make("pagedllm_response_caches", "response_cache", named, config, config)
-    name = named if isinstance(named, str) else named["name"]
-    timeout = getattr(store, "timeout", None)
-    calls = [getattr(store, call, None) for call in ("get", "put", "close")]
-    if not (isinstance(timeout, int | float) and timeout > 0 and all(map(callable, calls))):
-        raise ConfigError(
-            f"response_cache: '{name}' made {type(store).__name__}, which is no response cache: it "
-            "needs get, put and close, and a timeout in seconds",
-            "response_cache",
-        )
-    return BoundedStore(store, name)
+    made = make_store(config, "response_cache", "pagedllm_response_caches", "response cache")
+    return None if made is None else BoundedStore(*made)
 
 
 class ResponseCaching:
@@ -71,7 +61,7 @@ class ResponseCaching:
 
     Args:
         loop: the engine.
-        store: of :func:`make_store`.
+        store: of :func:`make_response_cache`.
         identity: of :func:`~pagedllm.response_cache.keys.engine_identity`.
     """
 
@@ -116,14 +106,18 @@ class ResponseCaching:
                 self._run(wanted, None)
             self._loop.abort(request_id)
 
-    def stats(self) -> ResponseCacheStats:
-        """Return the counters at this moment."""
-        return ResponseCacheStats(
-            lookups=self._num_lookups,
-            hits=self._num_hits,
-            stored=self._store.num_stored,
-            down=self._store.down,
-        )
+    def call(self, function: Callable[[Engine], T]) -> T:
+        """Run a function in the engine's thread; its statistics have the cache's, too."""
+        found: Any = self._loop.call(function)
+        if function is Engine.stats:
+            mine = ResponseCacheStats(
+                lookups=self._num_lookups,
+                hits=self._num_hits,
+                stored=self._store.num_stored,
+                down=self._store.down,
+            )
+            found = dataclasses.replace(found, response_cache=mine)
+        return cast("T", found)
 
     def close(self) -> None:
         """Close the engine, then store what it has finished. Idempotent."""

@@ -16,9 +16,13 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from pagedllm._named import make
+from pagedllm.errors import ConfigError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from pagedllm.config import Config
     from pagedllm.hookspecs import ResponseCache
 
 logger = logging.getLogger(__name__)
@@ -32,17 +36,51 @@ CLOSE_SECONDS = 2.0
 _GET, _PUT, _CLOSE = 0, 1, 2
 
 
+def make_store(
+    config: Config, setting: str, hook: str, kind: str
+) -> tuple[ResponseCache, str] | None:
+    """Make the store that a setting names, if any, and return it with its name.
+
+    Raises:
+        ConfigError: it cannot be made, or is no such store.
+    """
+    named = getattr(config, setting)
+    if named is None:
+        return None
+    store: Any = make(hook, setting, named, config, config)
+    name = named if isinstance(named, str) else named["name"]
+    timeout = getattr(store, "timeout", None)
+    calls = [getattr(store, call, None) for call in ("get", "put", "close")]
+    if not (isinstance(timeout, int | float) and timeout > 0 and all(map(callable, calls))):
+        raise ConfigError(
+            f"{setting}: '{name}' made {type(store).__name__}, which is no {kind}: it needs get, "
+            "put and close, and a timeout in seconds",
+            setting,
+        )
+    return store, name
+
+
 class BoundedStore:
     """Calls a store and gives up on it in time.
 
     Args:
         store: what the plugin made.
         name: for messages.
+        kind: of store, for messages.
+        most: things that may wait to be stored; more are dropped.
     """
 
-    def __init__(self, store: ResponseCache, name: str) -> None:
+    def __init__(
+        self,
+        store: ResponseCache,
+        name: str,
+        kind: str = "response cache",
+        most: int = MAX_QUEUED,
+    ) -> None:
         self._store = store
         self._name = name
+        self._kind = kind
+        self._most = most
         self._timeout = store.timeout  # read once: a property may be slow
         # What a request waits for comes before what only has to be stored.
         self._work: queue.PriorityQueue[tuple[int, int, Callable[[], Any], Future[Any]]] = (
@@ -68,6 +106,12 @@ class BoundedStore:
             self._post(_GET, partial(self._fetch, ("probe",))).add_done_callback(self._probed)
         return self._down
 
+    @property
+    def room(self) -> int:
+        """How many more things may be put now."""
+        with self._lock:
+            return 0 if self._down else self._most - len(self._unstored)
+
     def get(self, keys: Sequence[str]) -> Sequence[bytes | None]:
         """Return what is stored, and nothing when the store fails or takes too long."""
         with self._lock:
@@ -85,7 +129,7 @@ class BoundedStore:
     def put(self, key: str, answer: bytes) -> None:
         """Store an answer some time soon, if possible."""
         with self._lock:
-            if self._down or len(self._unstored) >= MAX_QUEUED:
+            if self._down or len(self._unstored) >= self._most:
                 return
             self._unstored[key] = answer
         self._post(_PUT, partial(self._keep, key)).add_done_callback(self._kept)
@@ -136,16 +180,15 @@ class BoundedStore:
             self._down = error is not None
             self._retry_at = time.monotonic() + RETRY_SECONDS
         if error is None:
-            logger.info("The response cache %r answers again", self._name)
+            logger.info("The %s %r answers again", self._kind, self._name)
 
     # ------------------------------------------------------------------------------
 
     def _post(self, kind: int, call: Callable[[], Any]) -> Future[Any]:
         with self._lock:
             if self._thread is None:  # not before it is needed: an engine may fail to start
-                self._thread = threading.Thread(
-                    target=self._serve, name="pagedllm-response-cache", daemon=True
-                )
+                name = f"pagedllm-{self._kind.lower().replace(' ', '-')}"
+                self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
                 self._thread.start()
         future: Future[Any] = Future()
         self._work.put((kind, next(self._numbers), call, future))
@@ -158,8 +201,9 @@ class BoundedStore:
             self._down = True
             self._retry_at = time.monotonic() + RETRY_SECONDS
         logger.warning(
-            "The response cache %r is not used for now (%s); requests are computed, and it is "
+            "The %s %r is not used for now (%s); requests are computed, and it is "
             "tried again every %g s",
+            self._kind,
             self._name,
             reason,
             RETRY_SECONDS,

@@ -21,10 +21,11 @@ if TYPE_CHECKING:
     from pagedllm.testing.models import tiny_model
     from pagedllm.testing.processors import LogitsProcessorSuite
     from pagedllm.testing.providers import ModelProviderSuite
-    from pagedllm.testing.response_caches import ResponseCacheSuite
+    from pagedllm.testing.response_caches import KVStoreSuite, ResponseCacheSuite
 
 __all__ = [
     "ExecutorSuite",
+    "KVStoreSuite",
     "LogitsProcessorSuite",
     "ModelProviderSuite",
     "ResponseCacheSuite",
@@ -33,6 +34,7 @@ __all__ = [
 
 _HOME = {
     "ExecutorSuite": "executors",
+    "KVStoreSuite": "response_caches",
     "LogitsProcessorSuite": "processors",
     "ModelProviderSuite": "providers",
     "ResponseCacheSuite": "response_caches",

@@ -1,4 +1,4 @@
-"""What every response cache must do.
+"""What every response cache, and every store of pages, must do.
 
 Owner: plugins; public.
 """
@@ -24,17 +24,18 @@ KEYS = ["a", "A", "a:1", "a:10", "a.1", "a-1", "1:" + "f0" * 39]
 """As the engine's may look: at most 80 letters, digits, ``:``, ``.`` and ``-``."""
 
 
-class ResponseCacheSuite:
-    """Checks of what ``pagedllm_response_caches`` registers under :attr:`cache`.
+class _StoreSuite:
+    """What is asked of any store of bytes by key."""
 
-    The plugin has to be installed. Each check finds an empty store, so give each one its own,
-    by overriding the fixture :meth:`options`.
-    """
-
-    cache: str
-    """What ``Config(response_cache=...)`` says."""
+    hook: str
+    setting: str
     shared = True
     """Whether a store made elsewhere from the same options has the same answers."""
+
+    @property
+    def name(self) -> str:
+        """What the setting says."""
+        raise NotImplementedError
 
     @pytest.fixture
     def options(self) -> dict[str, Any]:
@@ -43,11 +44,9 @@ class ResponseCacheSuite:
 
     def make(self, options: dict[str, Any]) -> ResponseCache:
         """Make a store as an engine does."""
-        spec = {"name": self.cache, **options}
+        spec = {"name": self.name, **options}
         config = Config()
-        store: ResponseCache = make(
-            "pagedllm_response_caches", "response_cache", spec, config, config
-        )
+        store: ResponseCache = make(self.hook, self.setting, spec, config, config)
         return store
 
     @pytest.fixture
@@ -128,6 +127,24 @@ class ResponseCacheSuite:
             f"another store of these options put b'answer', here is {found!r}"
         )
 
+
+class ResponseCacheSuite(_StoreSuite):
+    """Checks of what ``pagedllm_response_caches`` registers under :attr:`cache`.
+
+    The plugin has to be installed. Each check finds an empty store, so give each one its own,
+    by overriding the fixture :meth:`options`.
+    """
+
+    cache: str
+    """What ``Config(response_cache=...)`` says."""
+    hook = "pagedllm_response_caches"
+    setting = "response_cache"
+
+    @property
+    def name(self) -> str:
+        """What the setting says."""
+        return self.cache
+
     def test_an_engine_answers_from_it(self, options: dict[str, Any], tmp_path: Path) -> None:
         """The second of two equal requests, with the same tokens."""
         folder = tiny_model(tmp_path / "model")
@@ -145,3 +162,38 @@ class ResponseCacheSuite:
         assert stats is not None and stats.hits == 1, f"the second answer was computed: {stats}"
         first, second = ([*answer.token_ids, answer.text] for answer in answers)
         assert first == second, f"computed {first}, from the store {second}"
+
+
+class KVStoreSuite(_StoreSuite):
+    """Checks of what ``pagedllm_kv_stores`` registers under :attr:`kv_store`.
+
+    The plugin has to be installed. Each check finds an empty store, so give each one its own,
+    by overriding the fixture :meth:`options`.
+    """
+
+    kv_store: str
+    """What ``Config(kv_store=...)`` says."""
+    hook = "pagedllm_kv_stores"
+    setting = "kv_store"
+
+    @property
+    def name(self) -> str:
+        """What the setting says."""
+        return self.kv_store
+
+    def test_an_engine_goes_on_from_it(self, options: dict[str, Any], tmp_path: Path) -> None:
+        """A prompt that another engine has computed is not computed again."""
+        if not self.shared:
+            pytest.skip("this store is one engine's own, as `shared` says")
+        folder = tiny_model(tmp_path / "model")
+        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        prompt = [3 + number % 50 for number in range(70)]
+        spec = {"name": self.name, **options}
+        answers, cached = [], 0
+        for _ in range(2):
+            with LLM(str(folder), threads=1, page_size=16, kv_store=spec) as llm:
+                [output] = llm.generate(prompt, params, use_tqdm=False)
+                answers.append(output.outputs[0].token_ids)
+                cached = output.num_cached_tokens
+        assert cached == 64, f"{cached} of the prompt's 64 tokens in full pages were found"
+        assert answers[0] == answers[1], f"computed {answers[0]}, from the store {answers[1]}"

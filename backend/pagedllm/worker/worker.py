@@ -59,7 +59,7 @@ class Worker:
             eos_token_ids=model.eos_token_ids,
         )
         self._model = model
-        self._cache = _allocate(model, plan.num_pages, config)
+        self.layers = _allocate(model, plan.num_pages, config)
         self._sampler = Sampler(model.vocab_size, model.device)
         self._slots: list[SlotState | None] = [None] * config.max_batch_size
         pages = -(-plan.max_model_len // config.page_size)
@@ -76,7 +76,7 @@ class Worker:
 
     def close(self) -> None:
         """Give the pages' memory back."""
-        self._cache = ()
+        self.layers = ()
         self._slots = []
         del self._model, self._sampler
         if torch.cuda.is_available():
@@ -98,7 +98,7 @@ class Worker:
             self._page_tables[write.slot, write.index : end] = write.page_ids
         if step.page_copies:
             source, target = torch.tensor(step.page_copies, device=self._model.device).T
-            for layer in self._cache:
+            for layer in self.layers:
                 layer.key[target] = layer.key[source]
                 layer.value[target] = layer.value[source]
 
@@ -121,7 +121,7 @@ class Worker:
         batch, _ = build_batch(
             rows, self._slots, self._page_tables, self.info.page_size, self._model.device
         )
-        states = self._model.states(batch, self._cache)
+        states = self._model.states(batch, self.layers)
         outputs = []
         for row, part in zip(rows, states.split([row.count for row in rows]), strict=True):
             state, embedding = self._state(row), None
@@ -138,7 +138,7 @@ class Worker:
         batch, logit_rows = build_batch(
             rows, self._slots, self._page_tables, self.info.page_size, self._model.device
         )
-        logits = self._model.forward(batch, self._cache)
+        logits = self._model.forward(batch, self.layers)
         drawn = self._draw(rows, logit_rows, logits)
         prompt = self._prompt_logprobs(rows, logit_rows, logits)
         given = self._handed_out(rows, logit_rows, logits)
