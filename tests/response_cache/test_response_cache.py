@@ -390,20 +390,32 @@ def test_an_id_is_not_used_twice_at_a_time(thread_llm, shelf):
     assert list(first)[-1].finished
 
 
-def test_an_engine_that_closes_meanwhile_answers_or_says_so(tiny_with_text, shelf):
+@pytest.mark.parametrize("known", [True, False])
+def test_an_engine_that_closes_meanwhile_answers_what_is_stored_and_says_so_else(
+    tiny_with_text, shelf, known
+):
+    prompt = f"Closing, {known}:"  # of no other test, whose answers may be stored late
     llm = LLM(str(tiny_with_text), response_cache="shelf")
+    if known:
+        first = once(llm, prompt)
+        until(lambda: llm.stats().response_cache.stored)
     shelf.gate.clear()
-    stream = llm.stream(TEXT, GREEDY)
+    stream = llm.stream(prompt, GREEDY)
     assert shelf.waiting.wait(60)
     closer = threading.Thread(target=llm.close)
     closer.start()
     until(lambda: llm.closed)
     shelf.gate.set()
-    with pytest.raises(pagedllm.EngineClosedError):
-        list(stream)
+    if known:
+        last = list(stream)[-1]
+        assert last.from_response_cache
+        assert last.outputs[0].text == first.outputs[0].text
+    else:
+        with pytest.raises(pagedllm.EngineClosedError):
+            list(stream)
     closer.join()
     with pytest.raises(pagedllm.EngineClosedError):
-        once(llm)
+        once(llm, prompt)
 
 
 @pytest.mark.parametrize("damage", [b"", b"\x01not deflated", b"\xffanother", bytes(40)])
