@@ -172,7 +172,7 @@ def test_openai_chats_several_answers_with_logprobs(client):
         assert text.decode(errors="replace") == choice.message.content or "\ufffd" in str(text)
         assert all(len(token.top_logprobs) == 2 for token in choice.logprobs.content)
     again = client.chat.completions.create(
-        model="any", messages=MESSAGES, n=3, max_tokens=6, seed=5
+        model="any", messages=MESSAGES, n=3, max_tokens=6, seed=5, extra_body={"ignore_eos": True}
     )
     assert [c.message.content for c in again.choices] == [c.message.content for c in whole.choices]
 
@@ -270,8 +270,10 @@ def test_langchain_openai(server):
 
 def test_langchain_huggingface(server):
     llm = HuggingFaceEndpoint(
-        endpoint_url=server.url, max_new_tokens=8, seed=3, huggingfacehub_api_token="x"
-    )  # it samples, by defaults of its own
+        endpoint_url=server.url, max_new_tokens=8, seed=3, huggingfacehub_api_token="x",
+        temperature=0.02,
+    )  # fmt: skip
+    # It samples, by defaults of its own; so cold that it draws words, not the end token.
     whole = llm.invoke("Once upon")
     assert whole
     assert "".join(llm.stream("Once upon")) == whole
