@@ -90,7 +90,7 @@ class Gate:
         except ApiError as error:
             await refuse(error, path, reply)
         except Exception as error:
-            logger.exception("unexpected error in %s", path)
+            logger.exception("unexpected error in %s", _shown(path))
             if not status:
                 internal = ApiError(
                     500,
@@ -150,7 +150,7 @@ class Gate:
 
     def _log(self, scope: Scope, path: str, status: int, seconds: float) -> None:
         client = scope.get("client")
-        shown = path.encode("ascii", "backslashreplace").decode()[:200]
+        shown = _shown(path)
         extra = {
             "method": scope["method"],
             "path": shown,
@@ -159,6 +159,11 @@ class Gate:
             "client": client[0] if client else "-",
         }
         logger.info("%s %s %d %.3f s", scope["method"], shown, status, seconds, extra=extra)
+
+
+def _shown(path: str) -> str:
+    """A path as one line of a log, whatever the client put into it."""
+    return ascii(path[:200])[1:-1]
 
 
 def _carrier(headers: dict[bytes, bytes]) -> dict[str, str]:

@@ -24,7 +24,7 @@ ORIGIN = "https://page.example"
 @pytest.fixture(scope="module")
 def server(tiny_and_long):
     options = ("--max-concurrent-requests", "6", "--api-key", KEY, "--json-logs")
-    options += ("--cors-allow-origin", ORIGIN)
+    options += ("--cors-allow-origin", ORIGIN, "--log-level", "debug")
     with serving(tiny_and_long, *options) as running:
         yield running
         assert KEY not in running.output
