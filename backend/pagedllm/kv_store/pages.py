@@ -154,7 +154,8 @@ def _tensors(layers: Sequence[LayerCache]) -> list[torch.Tensor]:
 def _read(tensors: Sequence[torch.Tensor], pages: Sequence[int]) -> list[bytes]:
     """Return the contents of each page: its part of each tensor, one after the other."""
     index = torch.tensor(pages, device=tensors[0].device)
-    parts = [each[index].reshape(len(pages), -1).view(torch.uint8) for each in tensors]
+    # Not each[index]: torch's threads come together for that, which takes long on a busy machine.
+    parts = [t.index_select(0, index).reshape(len(pages), -1).view(torch.uint8) for t in tensors]
     return [row.tobytes() for row in torch.cat(parts, dim=1).cpu().numpy()]
 
 
@@ -170,4 +171,4 @@ def _write(
     parts = rows.view(len(pages), -1).split(sizes, dim=1)
     for each, part in zip(tensors, parts, strict=True):
         values = part.contiguous().view(each.dtype).view(len(pages), *each.shape[1:])
-        each[index] = values.to(each.device)
+        each.index_copy_(0, index, values.to(each.device))
