@@ -167,6 +167,8 @@ def _add_native(app: FastAPI, server: "Server") -> None:
         """Cut a text into tokens."""
         if not body.inputs:
             raise invalid("inputs: the text is empty", "inputs")
+        if any("\ud800" <= character <= "\udfff" for character in body.inputs):
+            raise invalid("inputs: the text is no valid Unicode; it has half a pair", "inputs")
         special = body.add_special_tokens
         work = asyncio.to_thread(tgi.token_list, server, body.inputs, special=special)
         return JSONResponse(await work)

@@ -7,13 +7,21 @@ nothing this server lacks is accepted with the values that say so, and refused w
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from pagedllm_server.schemas_tgi import Strict
+from pagedllm_server.schemas_tgi import Many, Strict
 
 Name = str | None
+MOST_BIASES = 10_000
+
+
+def _few_biases(value: Any) -> Any:
+    """Before each is looked at: a report of each takes time."""
+    if isinstance(value, dict) and len(value) > MOST_BIASES:
+        raise ValueError(f"there are {len(value)} tokens; no more than {MOST_BIASES} may be")
+    return value
 
 
 class StreamOptions(Strict):
@@ -28,15 +36,15 @@ class Message(Strict):
     """A message of a conversation."""
 
     role: str = Field(min_length=1, max_length=64)
-    content: str | list[dict[str, Any]] | None = None
+    content: str | Many[dict[str, Any]] | None = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Many[dict[str, Any]] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     # Clients send a former answer back as it was, with what was empty in it.
     refusal: str | None = None
-    annotations: list[Any] | None = Field(None, max_length=0)
+    annotations: Many[Any] | None = Field(None, max_length=0)
     audio: None = None
     function_call: None = None
 
@@ -89,24 +97,24 @@ class Generating(Sampling):
     """What chats and completions share."""
 
     n: int | None = Field(None, ge=1, le=2**31 - 1)
-    stop: str | list[str] | None = None
+    stop: str | Many[str] | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[str, float] | None = Field(None, max_length=10_000)
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_few_biases)] | None = None
     stream_options: StreamOptions | None = None
     # vLLM's additions
     min_tokens: int | None = Field(None, ge=0, le=2**31 - 1)
     ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = Field(None, max_length=256)
+    stop_token_ids: Many[int] | None = Field(None, max_length=256)
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     truncate_prompt_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
-    bad_words: list[str] | None = Field(None, max_length=256)
-    allowed_token_ids: list[int] | None = Field(None, min_length=1)
+    bad_words: Many[str] | None = Field(None, max_length=256)
+    allowed_token_ids: Many[int] | None = Field(None, min_length=1)
     structured_outputs: dict[str, Any] | None = Field(
         None, description="one of json_schema, json_object, regex, choice, grammar"
     )
-    logits_processors: list[str | dict[str, Any]] | None = Field(
+    logits_processors: Many[str | dict[str, Any]] | None = Field(
         None,
         max_length=16,
         description="names of plugins' processors, each alone or as {name, options}; those that "
@@ -131,13 +139,13 @@ class ResponseFormat(Strict):
 class ChatRequest(Generating):
     """A conversation to answer."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Many[Message] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
     max_completion_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0)
     response_format: ResponseFormat | None = None
-    tools: list[dict[str, Any]] | None = Field(None, max_length=1024)
+    tools: Many[dict[str, Any]] | None = Field(None, max_length=1024)
     tool_choice: str | dict[str, Any] | None = None
     tool_prompt: str | None = Field(None, description="TGI's: said before the tools")
     guideline: str | None = None
@@ -149,9 +157,9 @@ class ChatRequest(Generating):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    functions: list[Any] | None = None
+    functions: Many[Any] | None = None
     function_call: Any = None
-    modalities: list[str] | None = None
+    modalities: Many[str] | None = None
     audio: Any = None
     prediction: Any = None
     web_search_options: Any = None
@@ -192,7 +200,7 @@ class ChatRequest(Generating):
 class CompletionRequest(Generating):
     """Prompts to continue."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Many[str] | Many[int] | Many[Many[int]]
     max_tokens: int | None = Field(16, ge=1, le=2**31 - 1)
     logprobs: int | None = Field(None, ge=0)
     echo: bool | None = None
@@ -211,16 +219,16 @@ class CompletionRequest(Generating):
 class ResponsesRequest(Sampling):
     """OpenAI's newer form of a conversation."""
 
-    input: str | list[dict[str, Any]]
+    input: str | Many[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
-    tools: list[dict[str, Any]] | None = Field(None, max_length=1024)
+    tools: Many[dict[str, Any]] | None = Field(None, max_length=1024)
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: dict[str, Any] | None = None
     top_logprobs: int | None = Field(None, ge=0)
     reasoning: dict[str, Any] | None = None
-    include: list[str] | None = None
+    include: Many[str] | None = None
     store: bool | None = None
     metadata: dict[str, str] | None = None
     previous_response_id: str | None = None
@@ -259,7 +267,7 @@ class EmbeddingsRequest(Strict):
     """Texts to embed."""
 
     model: Name = None
-    input: str | list[str] | list[int] | list[list[int]]
+    input: str | Many[str] | Many[int] | Many[Many[int]]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(
         None, ge=1, description="entries to keep of each vector, before it is scaled to length 1"

@@ -6,15 +6,37 @@ no numbers are refused; what is accepted has an effect, or is a default that ask
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
+
+T = TypeVar("T")
+MOST_FIELDS = 1000
+"""Of a body or a part of it; ten times what any has."""
+
+
+class _FirstError(FailFast):
+    """Look no further; hashable, as members of unions must be."""
+
+    __hash__ = object.__hash__
+
+
+Many = Annotated[list[T], _FirstError()]
+"""A list whose first wrong item ends the checks: a report of each of a million takes seconds
+and gigabytes."""
 
 
 class Strict(BaseModel):
     """Takes JSON's own types alone, and no field it does not know."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > MOST_FIELDS:
+            raise ValueError(f"there are {len(value)} fields; no more than {MOST_FIELDS} may be")
+        return value
 
 
 class GrammarSpec(Strict):
@@ -39,7 +61,7 @@ class GenerateParameters(Strict):
         100, ge=1, le=2**31 - 1, description="null: as many as the model's length allows"
     )
     return_full_text: bool | None = None
-    stop: list[str] = Field(default_factory=list, max_length=256)
+    stop: Many[str] = Field(default_factory=list, max_length=256)
     truncate: int | None = Field(None, ge=1, le=2**31 - 1)
     watermark: bool = False
     details: bool = False
@@ -83,5 +105,5 @@ class TokenizeRequest(Strict):
 class VertexRequest(Strict):
     """Google's wrapping of several requests."""
 
-    instances: list[dict[str, Any]] = Field(min_length=1)
+    instances: Many[dict[str, Any]] = Field(min_length=1)
     parameters: dict[str, Any] | None = None

@@ -322,6 +322,8 @@ class Service:
 
         started = time.monotonic()
         constrained = params is not None and params.structured_output is not None
+        if params is not None:
+            size += sum(map(len, params.bad_words))
         # What a plugin makes of a processor's name may take time, too.
         named = params is not None and bool(params.logits_processors)
         heavy = size >= LONG_TEXT or constrained or named

@@ -10,6 +10,7 @@ import threading
 
 import httpx
 import openai
+import psutil
 import pytest
 from huggingface_hub import InferenceClient, constants
 from huggingface_hub.errors import OverloadedError
@@ -64,6 +65,7 @@ BAD_BODIES = {
     "cut off": b'{"inputs": "Hel',
     "invalid UTF-8": b'{"inputs": "\xff\xfe"}',
     "lone surrogate": b'{"inputs": "\\ud800", "prompt": "\\ud800"}',
+    "a field that is half a pair": b'{"inputs": "A", "prompt": "A", "\\ud800": 1}',
     "null": b"null",
     "a list": b"[1, 2]",
     "a number": b"7",
@@ -106,6 +108,44 @@ def test_bad_bodies_on_openai_routes(http, path, what):
     assert answer.status_code in (415, 422), answer.text
     assert set(answer.json()) == {"error"}
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    ("path", "start", "item", "end"),
+    [
+        ("/v1/completions", b'{"prompt": [', b"null,", b"1]}"),
+        ("/v1/completions", b'{"prompt": [[', b"null,", b"1]]}"),
+        ("/v1/completions", b'{"prompt": "A", "stop": [', b"null,", b"1]}"),
+        ("/v1/completions", b'{"prompt": "A", "logit_bias": {', b'"%d":[],', b'"1":1}}'),
+        ("/v1/embeddings", b'{"input": [', b"null,", b"1]}"),
+        ("/v1/chat/completions", b'{"messages": [', b"{},", b"{}]}"),
+        ("/generate", b'{"inputs": "A", "parameters": {', b'"%d":1,', b'"x":1}}'),
+        ("/generate", b"{", b'"%d":1,', b'"inputs":"A"}'),
+        ("/vertex", b'{"instances": [', b"1,", b"1]}"),
+    ],
+)
+def test_one_thing_that_is_wrong_is_reported_and_not_a_million(
+    http, server, path, start, item, end
+):
+    """Reports of each took seconds, in which nobody was served, and gigabytes."""
+    size = 1_900_000
+    several = b"%d" in item
+    items = b"".join(item % i for i in range(size // 12)) if several else item * (size // len(item))
+    process = psutil.Process(server.process.pid)
+    before = process.cpu_times()
+    answer = post(http, path, start + items + end)
+    after = process.cpu_times()
+    assert answer.status_code == 422
+    assert len(answer.content) < 400
+    # Of the processor's time, which says the same on a machine that others use.
+    assert after.user + after.system - before.user - before.system < 1
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/generate", "/"])
+def test_half_a_pair_is_no_text(http, path):
+    answer = post(http, path, b'{"inputs": "A \\ud83d"}')
+    assert answer.status_code == 422
+    assert answer.json()["error"].startswith("inputs: ")
 
 
 @pytest.mark.parametrize(
@@ -164,6 +204,13 @@ GRAMMARS = {
     "elsewhere": ("json", {"$ref": "https://example.com/schema.json"}),
     "deep": ("json", deep(40)),
     "too deep": ("json", deep(450)),
+    "a chain": (
+        "json",
+        {
+            "$defs": {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(20_000)},
+            "$ref": "#/$defs/0",
+        },
+    ),
     "text": ("json", "not a schema"),
     "a number": ("json", 7),
 }

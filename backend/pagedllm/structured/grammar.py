@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pagedllm.errors import EngineError, ValidationError
+from pagedllm.structured.bounds import check_choices, check_grammar, check_schema
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -214,8 +215,10 @@ def _definition(matcher: Any, spec: StructuredOutput) -> str:
     if spec.regex is not None:
         return str(matcher.grammar_from_regex(spec.regex))
     if spec.choice:
+        check_choices(spec.choice)
         quoted = " | ".join(json.dumps(text) for text in spec.choice)
         return str(matcher.grammar_from_lark(f"start: {quoted}"))
+    check_grammar(spec.grammar or "")
     return str(matcher.grammar_from_lark(spec.grammar))
 
 
@@ -236,7 +239,11 @@ def closed(schema: Any) -> Any:
     JSON Schema permits them by default, and a model that is held to a schema then invents
     some; hardly an author means that. A schema that joins others with ``allOf`` stays as it
     is, since each of those would forbid what the others name.
+
+    Raises:
+        ValidationError: it is nested too deeply.
     """
+    check_schema(schema)
     return schema if _joins(schema) else _close(schema)
 
 
