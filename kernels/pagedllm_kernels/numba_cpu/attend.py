@@ -104,7 +104,8 @@ def attend(op: int, job: int, number: int, scratch: int, atag: Any) -> None:
         sums = field(job, at.PARTIALS) + (number - part) * size
         copy(sums + part * size, scratch + WORK, rows * (width + 2 * LINE))
         leader = task - part * TASK + 8 * at.T_PARTS
-        if fetch_add(leader, 1 << 32) >> 32 != parts - 1:
+        # The next layers' tasks are these again, so the count goes on from layer to layer.
+        if (fetch_add(leader, 1 << 32) >> 32) % parts != parts - 1:
             return
         _merge(sums, size, parts, rows, width)
     _store(op, job, task, sums, sums + rows * width, rows, atag)

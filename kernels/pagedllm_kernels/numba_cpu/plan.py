@@ -55,7 +55,8 @@ def _plan_tile(
         set_field(task, at.T_FIRST, first + pages * part // parts)
         set_field(task, at.T_LAST, first + pages * (part + 1) // parts)
         set_field(task, at.T_PART, part)
-        # Of part 0: the number of parts in the low half, of those done in the high half.
+        # Of part 0: the number of parts in the low half; in the high half, how many were done,
+        # counted over all layers.
         set_field(task, at.T_PARTS, parts)
         task += TASK
     return parts
