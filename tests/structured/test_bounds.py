@@ -93,4 +93,4 @@ def test_more_choices_than_there_is_room_for(compiler):
     ids=["chain", "backwards", "anchors", "circle", "rules", "inside", "choices"],
 )
 def test_what_people_write_is_far_from_that(compiler, spec):
-    compiler.grammar(spec)
+    assert compiler.grammar(spec) is not None
