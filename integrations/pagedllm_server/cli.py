@@ -72,7 +72,7 @@ def _start(
     from pagedllm_server.tracing import Tracer
 
     return_large_blocks()
-    logs.configure(options.log_level, as_json=options.json_logs)
+    logs.configure(options.log_level, options.keys(), as_json=options.json_logs)
     for note in notes:
         sys.stderr.write(f"pagedllm serve: {note}\n")
     # A line more for each, that no dashboard reads.

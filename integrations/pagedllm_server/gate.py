@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 
 from pagedllm_server.connection import MOST_HEAD, is_late
 from pagedllm_server.errors import ApiError, headers_too_large
-from pagedllm_server.logs import new_id, request_id
+from pagedllm_server.logs import Keys, new_id, request_id
 from pagedllm_server.metrics import Asked, asked
 from pagedllm_server.sse import ClientGoneError
 from pagedllm_server.tracing import Origin, origin
@@ -59,6 +59,7 @@ class Gate:
         self.metrics = metrics
         # Digests have one length, so comparing them takes one time, whatever was sent.
         self.keys = [_digest(key) for key in keys]
+        self._hide = Keys(keys).hide
         self.payload_limit = payload_limit
         self.client_timeout = client_timeout
         self.access_log = access_log
@@ -93,7 +94,7 @@ class Gate:
         except ApiError as error:
             await refuse(error, path, reply)
         except Exception as error:
-            logger.exception("unexpected error in %s", _shown(path))
+            logger.exception("unexpected error in %s", self._shown(path))
             if not status:
                 internal = ApiError(
                     500,
@@ -162,9 +163,13 @@ class Gate:
 
         return counted
 
+    def _shown(self, path: str) -> str:
+        """A path as one line of a log, whatever the client put into it."""
+        return ascii(self._hide(path)[:200])[1:-1]  # a part of a key would not be known as one
+
     def _log(self, scope: Scope, path: str, status: int, seconds: float) -> None:
         client = scope.get("client")
-        shown = _shown(path)
+        shown = self._shown(path)
         extra = {
             "method": scope["method"],
             "path": shown,
@@ -173,11 +178,6 @@ class Gate:
             "client": client[0] if client else "-",
         }
         logger.info("%s %s %d %.3f s", scope["method"], shown, status, seconds, extra=extra)
-
-
-def _shown(path: str) -> str:
-    """A path as one line of a log, whatever the client put into it."""
-    return ascii(path[:200])[1:-1]
 
 
 def _carrier(headers: dict[bytes, bytes]) -> dict[str, str]:

@@ -27,7 +27,7 @@ from pagedllm_server.service import Service
 from pagedllm_server.sse import EventStream
 from server_process import wait_until
 
-SECONDS = 0.4
+SECONDS = 0.25
 """What clients are given here."""
 JSON = "Content-Type: application/json\r\n"
 
@@ -220,7 +220,7 @@ def test_a_client_that_takes_little_is_not(here):
         end, total = time.monotonic() + 2.5 * SECONDS, 0
         while time.monotonic() < end:
             total += len(connection.recv(1024))
-            time.sleep(SECONDS / 40)
+            time.sleep(SECONDS / 25)
         assert here.streaming == 1
         assert total < 1_000_000
     wait_until(lambda: here.streaming == 0)
