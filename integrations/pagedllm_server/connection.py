@@ -194,7 +194,7 @@ class Watched(_Protocol):
             if self._waited > PARTS:
                 self._late()
         if not self.transport.get_write_buffer_size():
-            self._stuck = 0
+            self._stuck, self._taken = 0, None
             return
         taken = _taken(self.transport)
         self._stuck = self._stuck + 1 if taken == self._taken else 0
