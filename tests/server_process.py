@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -67,6 +69,27 @@ class ServerProcess:
                 thread.join(10)
         return status
 
+    def logged(self, **wanted):
+        """Of a log in JSON, the lines with these entries."""
+        found = [json.loads(line) for line in list(self.errors) if line.endswith("}\n")]
+        return [line for line in found if wanted.items() <= line.items()]
+
+    def connect(self, path, body, length=None, headers="", buffer=None):
+        """Send a request by hand, or the part of it that is given; return the connection."""
+        host, port = self.url.removeprefix("http://").split(":")
+        connection = socket.socket()
+        if buffer is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+        connection.settimeout(120)
+        connection.connect((host, int(port)))
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        connection.sendall(
+            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{headers}"
+            f"Content-Length: {length or len(content)}\r\n\r\n".encode()
+            + content
+        )
+        return connection
+
     def stats(self):
         return httpx.get(f"{self.url}/stats", timeout=60).json()
 
@@ -103,8 +126,6 @@ def kill_engine(server):
 
 def events(response):
     """The events of a streamed response, parsed; ``[DONE]`` as it is."""
-    import json
-
     found = []
     for line in response.iter_lines():
         if line.startswith("data: "):

@@ -129,6 +129,7 @@ def create_app(service: Service, metrics: Metrics, options: ServerOptions) -> Fa
         Gate,
         keys=options.keys(),
         payload_limit=options.payload_limit,
+        client_timeout=options.client_timeout,
         access_log=options.access_log,
         metrics=metrics,
     )
@@ -220,5 +221,5 @@ async def _http(request: Request, error: Exception) -> Response:
         detail, status = "the body is not JSON in valid UTF-8, or is nested too deeply", 422
     elif status == 404:
         detail = "there is no such route here; /openapi.json lists them"
-    code = {413: "payload_too_large", 422: "invalid_json"}.get(status)
+    code = {408: "timeout", 413: "payload_too_large", 422: "invalid_json"}.get(status)
     return _reply(request, ApiError(status, "validation", detail, code=code, headers=headers))

@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from pagedllm import Config, ConfigError, PagedLLMError, plugin_registry
 from pagedllm_server.heap import return_large_blocks
@@ -72,7 +72,7 @@ def _start(
     from pagedllm_server.tracing import Tracer
 
     return_large_blocks()
-    logs.configure(options.log_level, as_json=options.json_logs)
+    logs.configure(options.log_level, options.keys(), as_json=options.json_logs)
     for note in notes:
         sys.stderr.write(f"pagedllm serve: {note}\n")
     # A line more for each, that no dashboard reads.
@@ -218,20 +218,25 @@ def _listen(options: ServerOptions) -> socket.socket:
     return listener
 
 
-def _serve(app: FastAPI, service: Service, options: ServerOptions, listener: socket.socket) -> int:
+def transport(
+    app: FastAPI, options: ServerOptions, parser: Literal["auto", "h11", "httptools"] = "auto"
+) -> uvicorn.Config:
+    """Say how uvicorn is to run the application.
+
+    Raises:
+        ConfigError: the certificate or its key cannot be used.
+    """
     import uvicorn
 
-    class Server(uvicorn.Server):
-        """Leaves signals to :func:`_run`, which ends with status 0 on SIGTERM."""
-
-        @contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            yield
+    from pagedllm_server.connection import MOST_HEAD, protocol_class, room_for_connections
 
     password = options.ssl_keyfile_password
     try:
         settings = uvicorn.Config(
             app,
+            http=protocol_class(options.client_timeout, room_for_connections(), parser),
+            ws="none",
+            h11_max_incomplete_event_size=MOST_HEAD,
             log_config=None,
             access_log=False,
             server_header=False,
@@ -248,6 +253,20 @@ def _serve(app: FastAPI, service: Service, options: ServerOptions, listener: soc
         settings.load()
     except OSError as error:
         raise ConfigError(f"ssl_certfile: cannot be used: {error}", "ssl_certfile") from error
+    return settings
+
+
+def _serve(app: FastAPI, service: Service, options: ServerOptions, listener: socket.socket) -> int:
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        """Leaves signals to :func:`_run`, which ends with status 0 on SIGTERM."""
+
+        @contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield
+
+    settings = transport(app, options)
     with asyncio.Runner(loop_factory=settings.get_loop_factory()) as loop:
         status = loop.run(_run(Server(settings), service, options, listener))
     if service.failed is not None:

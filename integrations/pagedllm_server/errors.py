@@ -114,6 +114,17 @@ def overloaded(message: str, retry_after: int) -> ApiError:
     return ApiError(429, "overloaded", message, code="overloaded", headers=headers)
 
 
+def headers_too_large(limit: int) -> ApiError:
+    """More than a request's line and headers may have."""
+    return ApiError(
+        431,
+        "validation",
+        f"the request's line and headers are larger than {limit} bytes",
+        code="headers_too_large",
+        headers={"Connection": "close"},
+    )
+
+
 def not_ready(reason: str) -> ApiError:
     """The engine cannot serve now."""
     return ApiError(503, "healthcheck", reason, code="not_ready", headers={"Retry-After": "5"})

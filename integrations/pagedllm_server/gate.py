@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 
 from starlette.exceptions import HTTPException
 
-from pagedllm_server.errors import ApiError
-from pagedllm_server.logs import new_id, request_id
+from pagedllm_server.connection import MOST_HEAD, is_late
+from pagedllm_server.errors import ApiError, headers_too_large
+from pagedllm_server.logs import Keys, new_id, request_id
 from pagedllm_server.metrics import Asked, asked
 from pagedllm_server.sse import ClientGoneError
 from pagedllm_server.tracing import Origin, origin
@@ -50,6 +51,7 @@ class Gate:
         *,
         keys: Sequence[str],
         payload_limit: int,
+        client_timeout: float,
         access_log: bool,
         metrics: Metrics,
     ) -> None:
@@ -57,7 +59,9 @@ class Gate:
         self.metrics = metrics
         # Digests have one length, so comparing them takes one time, whatever was sent.
         self.keys = [_digest(key) for key in keys]
+        self._hide = Keys(keys).hide
         self.payload_limit = payload_limit
+        self.client_timeout = client_timeout
         self.access_log = access_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -83,14 +87,14 @@ class Gate:
             await send(message)
 
         try:
-            self._check(path, headers, scope["method"])
-            await self.app(scope, self._bounded(receive), reply)
+            self._check(path, headers, scope)
+            await self.app(scope, self._bounded(receive, scope), reply)
         except ClientGoneError:
             status = 499  # as nginx logs it; nobody is there to read an answer
         except ApiError as error:
             await refuse(error, path, reply)
         except Exception as error:
-            logger.exception("unexpected error in %s", _shown(path))
+            logger.exception("unexpected error in %s", self._shown(path))
             if not status:
                 internal = ApiError(
                     500,
@@ -106,10 +110,15 @@ class Gate:
                 self._log(scope, path, status, time.perf_counter() - started)
             request_id.reset(token)
 
-    def _check(self, path: str, headers: dict[bytes, bytes], method: str) -> None:
+    def _check(self, path: str, headers: dict[bytes, bytes], scope: Scope) -> None:
+        size = sum(len(name) + len(value) + 4 for name, value in scope["headers"])
+        if size + len(scope.get("raw_path", b"")) + len(scope["query_string"]) > MOST_HEAD:
+            raise headers_too_large(MOST_HEAD)
+        if headers.get(b"upgrade", b"").lower() == b"websocket":
+            raise ApiError(400, "validation", "there are no WebSockets here; ask over HTTP")
         # The page's own files hold nothing secret, and a browser cannot send a key for them.
         open_path = path in OPEN_PATHS or path == "/ui" or path.startswith("/ui/")
-        if self.keys and not open_path and method != "OPTIONS":
+        if self.keys and not open_path and scope["method"] != "OPTIONS":
             scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
             found = _digest(key.strip())
             known = [hmac.compare_digest(found, other) for other in self.keys]
@@ -133,14 +142,20 @@ class Gate:
             code="payload_too_large",
         )
 
-    def _bounded(self, receive: Receive) -> Receive:
-        """Count a body whose length was not announced."""
+    def _bounded(self, receive: Receive, scope: Scope) -> Receive:
+        """Count a body whose length was not announced, and give up one that does not come."""
         size = 0
 
         async def counted() -> Message:
             nonlocal size
             message = await receive()
             if message["type"] == "http.request":
+                if message.get("more_body") and is_late(scope):
+                    raise HTTPException(
+                        408,
+                        f"the body was not there within client_timeout, {self.client_timeout:g} s",
+                        {"Connection": "close"},
+                    )
                 size += len(message.get("body", b""))
                 if size > self.payload_limit:
                     raise HTTPException(413, self._too_large().message)
@@ -148,9 +163,13 @@ class Gate:
 
         return counted
 
+    def _shown(self, path: str) -> str:
+        """A path as one line of a log, whatever the client put into it."""
+        return ascii(self._hide(path)[:200])[1:-1]  # a part of a key would not be known as one
+
     def _log(self, scope: Scope, path: str, status: int, seconds: float) -> None:
         client = scope.get("client")
-        shown = _shown(path)
+        shown = self._shown(path)
         extra = {
             "method": scope["method"],
             "path": shown,
@@ -159,11 +178,6 @@ class Gate:
             "client": client[0] if client else "-",
         }
         logger.info("%s %s %d %.3f s", scope["method"], shown, status, seconds, extra=extra)
-
-
-def _shown(path: str) -> str:
-    """A path as one line of a log, whatever the client put into it."""
-    return ascii(path[:200])[1:-1]
 
 
 def _carrier(headers: dict[bytes, bytes]) -> dict[str, str]:

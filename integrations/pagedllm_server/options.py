@@ -91,6 +91,14 @@ class ServerOptions(BaseModel):
         "limits",
         gt=0,
     )
+    client_timeout: float = _flag(
+        60.0,
+        "seconds that a client has to send a request, and in which it must take a part of its "
+        "answer",
+        "limits",
+        gt=0,
+        allow_inf_nan=False,
+    )
     graceful_timeout: float = _flag(
         90.0,
         "seconds that running requests are given when the server is told to stop",

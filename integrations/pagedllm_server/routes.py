@@ -31,10 +31,12 @@ if TYPE_CHECKING:
 
 NATIVE_ERRORS: dict[int | str, dict[str, Any]] = {
     401: {"description": "no valid API key"},
+    408: {"description": "the body did not come in time"},
     413: {"description": "the body is too large"},
     415: {"description": "the body is not JSON"},
     422: {"description": "something in the request is wrong"},
     424: {"description": "generating failed"},
+    431: {"description": "the headers are too large"},
     429: {"description": "too much to do; see Retry-After"},
     503: {"description": "the model is not ready"},
 }

@@ -6,6 +6,7 @@ its engine in a thread, one with its engine in a process.
 
 from __future__ import annotations
 
+import shutil
 import socket
 from contextlib import contextmanager
 
@@ -16,6 +17,7 @@ from plugin_site import written
 from server_process import ServerProcess, serving, wait_until
 
 HOUSE = """
+    import logging
     import time
     from pagedllm import hookimpl
 
@@ -27,9 +29,11 @@ HOUSE = """
     def pagedllm_server_routes():
         return {"house": "house:add"}
 
-    def only(token_ids, seconds=0):
+    def only(token_ids, seconds=0, say=None):
         def process(generated, logits):
             time.sleep(seconds)
+            if say is not None:
+                logging.getLogger("house").warning("asked to say %s", say)
             kept = logits[list(token_ids)].clone()
             logits[:] = float("-inf")
             logits[list(token_ids)] = kept
@@ -56,15 +60,28 @@ def shared_server(tiny_with_text, house):
         yield running
 
 
+SHA = "0123456789abcdef0123456789abcdef01234567"
+
+
 @pytest.fixture(scope="session")
-def process_server(tiny_and_long, house):
-    """One with its engine in another process; what its start looked like is in ``seen``."""
+def process_server(tiny_and_long, house, tmp_path_factory):
+    """One with its engine in another process; what its start looked like is in ``seen``.
+
+    Its model is one of the Hub's, as the Hub's own library keeps them on a disk.
+    """
+    cache = tmp_path_factory.mktemp("cache")
+    model = cache / "models--org--tiny"
+    (model / "refs").mkdir(parents=True)
+    (model / "refs" / "main").write_text(SHA)
+    shutil.copytree(tiny_and_long, model / "snapshots" / SHA)
     with reserved_port() as port:
         running = ServerProcess(
-            tiny_and_long, "--port", port, "--threads", "1", "--engine", "process",
-            "--num-pages", "400", "--served-model-name", "tiny", "--logits-processors", "only",
+            "org/tiny", "--download-dir", cache, "--port", port, "--threads", "1",
+            "--engine", "process", "--num-pages", "400", "--served-model-name", "tiny",
+            "--logits-processors", "only", "--client-timeout", "1.5", "--json-logs",
             wait=False, env=house,
         )  # fmt: skip
+        running.sha = SHA
         running.seen = []
 
         def health():

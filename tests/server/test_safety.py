@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import signal
 import socket
 import threading
 
@@ -15,10 +16,11 @@ import pytest
 from huggingface_hub import InferenceClient, constants
 from huggingface_hub.errors import OverloadedError
 
-from server_process import events, serving, wait_until
+from server_process import ServerProcess, events, wait_until
 
 LONG = {"max_new_tokens": 6000}
-KEY = "key-of-the-house-4711"
+KEY = 'key"of the\\house-4711'
+QUOTED = "key%22of%20the%5Chouse-4711"
 ORIGIN = "https://page.example"
 
 
@@ -26,9 +28,11 @@ ORIGIN = "https://page.example"
 def server(tiny_and_long):
     options = ("--max-concurrent-requests", "6", "--api-key", KEY, "--json-logs")
     options += ("--cors-allow-origin", ORIGIN, "--log-level", "debug")
-    with serving(tiny_and_long, *options) as running:
-        yield running
-        assert KEY not in running.output
+    running = ServerProcess(tiny_and_long, "--port", "0", "--threads", "1", *options)
+    yield running
+    running.stop()
+    for spelling in (KEY, QUOTED, json.dumps(KEY)[1:-1]):
+        assert spelling not in running.output
     for line in running.errors:
         if line.startswith("nanobind:"):
             break  # what a C++ library writes when the process is gone already
@@ -46,6 +50,8 @@ def http(server):
 @pytest.fixture(autouse=True)
 def _idle_afterwards(http, server):
     yield
+    if server.process.poll() is not None:
+        return  # by the last one
     wait_until(server.is_idle)
     answer = http.post("/generate", json={"inputs": "Hello", "parameters": {"max_new_tokens": 2}})
     assert answer.status_code == 200, answer.text
@@ -323,6 +329,17 @@ def test_request_ids_go_in_and_out(http, server):
     assert forged.headers["x-request-id"].startswith("req-")
 
 
+def test_a_key_is_in_no_line_of_the_log(http, server):
+    """Wherever it was sent, and in part; the fixture looks at every line."""
+    assert http.get(f"/{QUOTED}/{QUOTED}", params={"key": KEY}).status_code == 404
+    assert http.get(f"/{'a' * 190}{QUOTED}").status_code == 404
+    assert http.get("/info", headers={"X-Key": KEY, "Referer": QUOTED}).status_code == 200
+    for body in ({"prompt": KEY, KEY: KEY}, {"prompt": "A", "model": KEY, "stop": [KEY] * 9}):
+        assert http.post("/v1/completions", json=body).status_code == 422
+    wait_until(lambda: server.logged(path="/***/***", status=404))
+    wait_until(lambda: server.logged(path=f"/{'a' * 190}***", status=404))
+
+
 def test_without_the_flag_no_processor_may_be_named(http):
     body = {"prompt": "x", "logits_processors": [{"name": "only", "token_ids": [40]}]}
     answer = http.post("/v1/completions", json=body)
@@ -395,14 +412,7 @@ def test_hanging_up_frees_the_pages(http, server, path):
     if path.startswith("/v1"):
         body = {"messages": [{"role": "user", "content": "A"}], "max_tokens": 6000}
         body["temperature"] = 0  # it could draw the end token
-    content = json.dumps(body).encode()
-    host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as connection:
-        connection.sendall(
-            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-            f"Authorization: Bearer {KEY}\r\nContent-Length: {len(content)}\r\n\r\n".encode()
-            + content
-        )
+    with server.connect(path, body, headers=f"Authorization: Bearer {KEY}\r\n"):
         wait_until(lambda: server.stats()["running"] == 1)
         before = server.stats()["generated_tokens"]
     wait_until(server.is_idle)
@@ -411,23 +421,33 @@ def test_hanging_up_frees_the_pages(http, server, path):
 
 def test_a_slow_reader_holds_nobody_up(http, server):
     """It reads nothing at all; its answer ends all the same, and others do not notice."""
-    content = json.dumps({"inputs": "A", "parameters": {"max_new_tokens": 1500}}).encode()
-    host, port = server.url.removeprefix("http://").split(":")
-    connection = socket.socket()
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
-    connection.connect((host, int(port)))
-    connection.sendall(
-        f"POST /generate_stream HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        f"Authorization: Bearer {KEY}\r\nContent-Length: {len(content)}\r\n\r\n".encode()
-        + content
-    )
+    body = {"inputs": "A", "parameters": {"max_new_tokens": 1500}}
+    headers = f"Authorization: Bearer {KEY}\r\n"
+    connection = server.connect("/generate_stream", body, headers=headers, buffer=1024)
     wait_until(lambda: server.stats()["running"] == 1)
     answer = http.post("/generate", json={"inputs": "B", "parameters": {"max_new_tokens": 20}})
     assert answer.status_code == 200
     wait_until(server.is_idle)
     received = b""
-    connection.settimeout(120)
     while b'"input_length"' not in received:  # nothing of it was lost
         received += connection.recv(65536)
     assert received.count(b"data: ") == 1500
     connection.close()
+
+
+def test_a_second_signal_ends_it_at_once(http, server):
+    """The first lets what runs go on, and takes no more connections."""
+    headers = f"Authorization: Bearer {KEY}\r\n"
+    with server.connect("/generate", {"inputs": "A", "parameters": LONG}, headers=headers):
+        wait_until(lambda: server.stats()["running"] == 1)
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: not listens(server))
+        assert server.process.poll() is None
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(30) == 130  # what ran is given three times as long
+
+
+def listens(server):
+    with socket.socket() as connection:
+        host, port = server.url.removeprefix("http://").split(":")
+        return connection.connect_ex((host, int(port))) == 0

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import httpx
@@ -92,6 +93,46 @@ def test_names_that_are_served(server):
             assert http.post("/v1/completions", json=body).status_code == status
 
 
+def test_the_commit_of_a_model_of_the_hub_is_said(server):
+    assert httpx.get(f"{server.url}/info").json()["model_sha"] == server.sha
+
+
+def test_a_client_that_takes_nothing_frees_its_pages(server):
+    """Twenty alternatives with each token are more than the kernel's buffers hold."""
+    parameters = {"max_new_tokens": 6000, "details": True, "top_n_tokens": 20}
+    asleep = {"inputs": "A", "parameters": parameters}
+    with server.connect("/generate_stream", asleep, buffer=1024) as connection:
+        wait_until(lambda: server.stats()["running"] == 1)
+        with server.connect("/generate", b'{"inputs": "', 100) as stalling:
+            assert stalling.recv(65536).startswith(b"HTTP/1.1 408 ")
+        wait_until(lambda: any("took nothing" in line["message"] for line in server.logged()))
+        wait_until(server.is_idle)
+        with pytest.raises(ConnectionResetError):
+            drain(connection)
+
+
+def drain(connection):
+    while connection.recv(65536):
+        pass
+
+
+def test_what_the_engines_process_logs_is_in_the_servers_log(server):
+    """What warns there, and the engine's own line of statistics."""
+    body = {"prompt": "A", "max_tokens": 1}
+    named = {"name": "only", "token_ids": [40], "say": "hello"}
+    httpx.post(f"{server.url}/v1/completions", json=body | {"logits_processors": [named]})
+    wait_until(lambda: server.logged(target="house"))
+    [line] = server.logged(target="house")
+    assert (line["level"], line["message"]) == ("WARNING", "asked to say hello")
+
+    def statistics():
+        httpx.post(f"{server.url}/v1/completions", json=body)
+        return server.logged(target="pagedllm.metrics", level="INFO")
+
+    wait_until(statistics)
+    assert "tok/s" in statistics()[0]["message"]
+
+
 def test_an_engine_that_dies_is_noticed_and_replaced(server):
     """And the second time later than the first, though it had loaded well in between."""
     body = {"inputs": "A", "parameters": {"max_new_tokens": 3}}
@@ -101,11 +142,14 @@ def test_an_engine_that_dies_is_noticed_and_replaced(server):
             lines = response.iter_lines()
             next(lines)
             kill_engine(server)
+            killed = time.monotonic()
             last = [line for line in lines if line][-1]
         error = json.loads(last.removeprefix("data: "))
         assert error["error_type"] == "generation"
         assert "SIGKILL" in error["error"]
         first = delay(http)
+        assert http.get("/health").status_code == 503
+        assert time.monotonic() - killed < 5  # a second, on a machine that does nothing else
         refused = http.post("/generate", json=LONG)
         assert refused.status_code == 503
         assert "restarted" in refused.json()["error"]

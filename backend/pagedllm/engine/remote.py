@@ -21,12 +21,13 @@ import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
+from pagedllm._process_logs import forward, levels, relay
 from pagedllm.engine.engine import Engine, describe
 from pagedllm.engine.requests import OutputState, RequestState
 from pagedllm.engine.sequence import SequenceState
-from pagedllm.errors import EngineClosedError, EngineError, ValidationError
+from pagedllm.errors import EngineClosedError, EngineError, PagedLLMError, ValidationError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -105,7 +106,7 @@ class RemoteLoop:
         self._reader = threading.Thread(target=self._read, name="pagedllm-remote", daemon=True)
         self._reader.start()
         try:
-            self._connection.send((config, make))
+            self._connection.send((levels(), config, make))
             self.info: ModelInfo = started.result()
         except BaseException as error:
             self.close()
@@ -208,6 +209,8 @@ class RemoteLoop:
                 if kind == "gains":
                     for gain in content[0]:
                         self._apply(gain)
+                elif kind == "logged":
+                    relay(content[0])
                 else:
                     number, result = content
                     with self._lock:
@@ -317,24 +320,32 @@ class _Sent:
             )
 
 
+_Changed: TypeAlias = "queue.SimpleQueue[RequestState | dict[str, Any] | None]"
+"""Requests, lines of the log, and None at the end."""
+
+
 def main(descriptor: int) -> None:
     """Serve the process at the other end of a socket until it closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that owns this one
     connection = Connection(descriptor)
     lock = threading.Lock()
+    changed: _Changed = queue.SimpleQueue()
+    sent: dict[str, _Sent] = {}
+    writer = threading.Thread(target=_write, args=(connection, lock, changed, sent), daemon=True)
+    writer.start()
     try:
-        config, make = connection.recv()
+        levels, config, make = connection.recv()
+        forward(levels, changed.put)
         loop, decoder = make(config)
     except (EOFError, OSError):
         os._exit(1)
     except BaseException as error:  # noqa: BLE001 - raised where the engine was asked for
+        changed.put(None)
+        writer.join(_CLOSE_SECONDS)
         connection.send(("error", -1, _portable(error)))
         return
-    connection.send(("result", -1, loop.info))
-    changed: queue.SimpleQueue[RequestState | None] = queue.SimpleQueue()
-    sent: dict[str, _Sent] = {}
-    writer = threading.Thread(target=_write, args=(connection, lock, changed, sent), daemon=True)
-    writer.start()
+    with lock:
+        connection.send(("result", -1, loop.info))
     with contextlib.suppress(EOFError, OSError):
         while (command := connection.recv()) is not None:
             _obey(command, loop, decoder, changed, sent, connection, lock)
@@ -347,7 +358,7 @@ def _obey(
     command: tuple[Any, ...],
     loop: EngineLoop,
     decoder: TokenDecoder | None,
-    changed: queue.SimpleQueue[RequestState | None],
+    changed: _Changed,
     sent: dict[str, _Sent],
     connection: Connection,
     lock: threading.Lock,
@@ -379,43 +390,32 @@ def _obey(
 
 
 def _write(
-    connection: Connection,
-    lock: threading.Lock,
-    changed: queue.SimpleQueue[RequestState | None],
-    sent: dict[str, _Sent],
+    connection: Connection, lock: threading.Lock, changed: _Changed, sent: dict[str, _Sent]
 ) -> None:
-    """Report what changed, whatever came together in one message."""
+    """Report what changed, whatever came together in one message, and what was logged."""
     over = False
     while not over:
-        states = {id(state): state for state in _all_there(changed)}
-        over = states.pop(id(None), 0) is None
-        gains = []
-        for state in states.values():
-            entry = sent.get(state.request.request_id)
-            if entry is not None:
-                gain = entry.gain()
-                gains.append(gain)
-                if gain.finished_time is not None:
-                    del sent[state.request.request_id]
-        if gains:
-            with lock:
-                try:
-                    connection.send(("gains", gains))
-                except OSError:
-                    return
-
-
-def _all_there(changed: queue.SimpleQueue[RequestState | None]) -> list[RequestState]:
-    found: list[Any] = [changed.get()]
-    while not changed.empty():
-        found.append(changed.get())
-    return found
+        found = [changed.get()]
+        while not changed.empty():
+            found.append(changed.get())
+        messages: list[tuple[str, Any]] = []
+        gains: list[_Gain] = []
+        for each in {id(each): each for each in found}.values():
+            if isinstance(each, dict):
+                messages.append(("logged", each))
+            elif each is None:
+                over = True
+            elif (entry := sent.get(each.request.request_id)) is not None:
+                gains.append(entry.gain())
+                if gains[-1].finished_time is not None:
+                    del sent[each.request.request_id]
+        with lock, contextlib.suppress(OSError):  # whoever could be told is gone
+            for message in (*messages, ("gains", gains)):
+                connection.send(message)
 
 
 def _portable(error: BaseException) -> BaseException:
     """Return an exception that pickles; its cause stays behind."""
-    from pagedllm.errors import PagedLLMError
-
     if isinstance(error, PagedLLMError):
         return error
     return EngineError(describe(error))
