@@ -1,4 +1,4 @@
-"""``pagedllm generate`` and ``bench`` on the real model: what is printed is what the API gives."""
+"""``pagedllm generate`` and ``bench``: what is printed is what the API gives."""
 
 from __future__ import annotations
 
@@ -26,13 +26,23 @@ SMALL = ["--num-pages", "300", "--max-model-len", "2048", "--threads", "1", "--d
 
 
 @pytest.fixture(scope="module")
-def model(smollm2_path: Path) -> list[str]:
+def model(tiny_and_long: Path) -> list[str]:
+    return ["--model", str(tiny_and_long), *SMALL]
+
+
+@pytest.fixture(scope="module")
+def real_model(smollm2_path: Path) -> list[str]:
+    """For what sense is asked of, or many seconds of work."""
     return ["--model", str(smollm2_path), *SMALL]
 
 
 @pytest.fixture(scope="module")
-def expected(smollm2_path: Path) -> list[str]:
-    with LLM(str(smollm2_path), dtype="float32", num_pages=200, threads=1) as llm:
+def expected(tiny_and_long: Path) -> list[str]:
+    return _texts(tiny_and_long)
+
+
+def _texts(model: Path) -> list[str]:
+    with LLM(str(model), dtype="float32", num_pages=200, threads=1) as llm:
         outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=12))
         return [output.outputs[0].text for output in outputs]
 
@@ -45,12 +55,14 @@ def _out(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_one_prompt_prints_its_continuation_and_nothing_else(
-    model: list[str], expected: list[str]
+    real_model: list[str], smollm2_path: Path
 ) -> None:
-    command = [sys.executable, "-m", "pagedllm.cli.main", "generate", PROMPTS[0], *GREEDY, *model]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    command = [sys.executable, "-m", "pagedllm.cli.main", "generate", PROMPTS[0]]
+    result = subprocess.run(
+        [*command, *GREEDY, *real_model], capture_output=True, text=True, timeout=120, check=False
+    )
     assert result.returncode == 0, result.stderr
-    assert result.stdout == expected[0] + "\n"
+    assert result.stdout == _texts(smollm2_path)[0] + "\n"
     assert "Paris" in result.stdout
     assert result.stderr == ""  # no progress bars where nobody watches
 
@@ -144,7 +156,7 @@ def test_what_cannot_be_served_is_one_line(
         assert captured.err.count("\n") == 1
 
 
-def test_interrupting_is_quiet(model: list[str]) -> None:
+def test_interrupting_is_quiet(real_model: list[str]) -> None:
     command = [
         sys.executable,
         "-m",
@@ -154,7 +166,7 @@ def test_interrupting_is_quiet(model: list[str]) -> None:
         "Once upon a time",
     ]
     process = subprocess.Popen(
-        [*command, "--max-tokens", "2000", "--ignore-eos", *model],
+        [*command, "--max-tokens", "2000", "--ignore-eos", *real_model],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
@@ -165,7 +177,7 @@ def test_interrupting_is_quiet(model: list[str]) -> None:
     assert (process.returncode, errors) == (130, b"")
 
 
-def test_a_reader_that_goes_away_stops_the_generation(model: list[str]) -> None:
+def test_a_reader_that_goes_away_stops_the_generation(real_model: list[str]) -> None:
     command = [
         sys.executable,
         "-m",
@@ -175,7 +187,7 @@ def test_a_reader_that_goes_away_stops_the_generation(model: list[str]) -> None:
         "Once upon a time",
     ]
     process = subprocess.Popen(
-        [*command, "--max-tokens", "2000", "--ignore-eos", *model],
+        [*command, "--max-tokens", "2000", "--ignore-eos", *real_model],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
@@ -214,9 +226,11 @@ def test_throughput_of_random_prompts(model: list[str], capsys: pytest.CaptureFi
     assert other["tokens_sha1"] != report["tokens_sha1"]
 
 
-def test_latency_watches_every_token(model: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_latency_watches_every_token(
+    real_model: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     sizes = ["--input-len", "6", "--output-len", "4", "--num-prompts", "2", "--warm-up", "0"]
-    report = _bench(capsys, "latency", *sizes, *model)
+    report = _bench(capsys, "latency", *sizes, *real_model)
     for name in ("ttft_ms", "itl_ms", "e2e_ms"):
         assert 0 < report[name]["p50"] <= report[name]["p99"]
     assert report["e2e_ms"]["p50"] >= report["ttft_ms"]["p50"] + 2 * report["itl_ms"]["p50"]
@@ -224,7 +238,7 @@ def test_latency_watches_every_token(model: list[str], capsys: pytest.CaptureFix
 
 
 def test_workload_with_arrivals_gives_the_same_tokens_as_at_once(
-    model: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+    real_model: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     seed = random.randrange(2**32)
     draw = random.Random(seed)
@@ -235,7 +249,7 @@ def test_workload_with_arrivals_gives_the_same_tokens_as_at_once(
     in_turn = [request | {"at": 0.2 * index} for index, request in enumerate(at_once)]
     (tmp_path / "at_once.json").write_text(json.dumps(at_once))
     (tmp_path / "in_turn.json").write_text(json.dumps({"variants": [in_turn, at_once]}))
-    precise = [*model, "--dtype", "float32"]
+    precise = [*real_model, "--dtype", "float32"]
     started = time.perf_counter()
     first, second = (
         _bench(capsys, "throughput", "--workload", str(tmp_path / name), *precise)

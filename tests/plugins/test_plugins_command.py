@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -85,18 +84,22 @@ def test_a_broken_plugin_stops_no_command(site, capfd):
     assert "Traceback" not in run.stderr
 
 
-@pytest.mark.slow
-def test_a_new_plugin_installs_and_passes_its_tests_at_once(tmp_path, capsys):
-    assert main(["plugins", "new", "acme-models", "--directory", str(tmp_path)]) == 0
-    assert "pip install -e '.[test]'" in capsys.readouterr().out
-    folder, target = tmp_path / "acme-models", tmp_path / "target"
+@pytest.fixture(scope="module")
+def new_plugin(tmp_path_factory):
+    """A new plugin's folder, and the path under which pip has installed it."""
+    where = tmp_path_factory.mktemp("new")
+    assert main(["plugins", "new", "acme-models", "--directory", str(where)]) == 0
+    folder, target = where / "acme-models", where / "target"
     pip = ["pip", "install", "--quiet", "--disable-pip-version-check", "--no-index", "--no-deps"]
     to = ["--no-build-isolation", "--target", target]
     subprocess.run([sys.executable, "-m", *pip, *to, folder], check=True)
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(target), os.environ.get("PYTHONPATH", "")]),
-    }
+    return folder, os.pathsep.join([str(target), os.environ.get("PYTHONPATH", "")])
+
+
+@pytest.mark.slow
+def test_a_new_plugin_passes_its_tests_at_once(new_plugin):
+    folder, paths = new_plugin
+    environment = {**os.environ, "PYTHONPATH": paths}
 
     def run(*command):
         return subprocess.run(
@@ -132,6 +135,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "provider_plugin"
 
 def test_the_example_is_the_skeleton(tmp_path, capsys):
     assert main(["plugins", "new", "acme-models", "--directory", str(tmp_path)]) == 0
+    assert "pip install -e '.[test]'" in capsys.readouterr().out
     written = [path for path in (tmp_path / "acme-models").rglob("*") if path.is_file()]
     assert len(written) == 6
     for path in written:
@@ -140,16 +144,16 @@ def test_the_example_is_the_skeleton(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_the_example_runs(tmp_path):
-    copy, target = tmp_path / "copy", tmp_path / "target"
-    shutil.copytree(EXAMPLE, copy)  # building leaves files behind
-    pip = ["pip", "install", "--quiet", "--disable-pip-version-check", "--no-index", "--no-deps"]
-    to = ["--no-build-isolation", "--target", target]
-    subprocess.run([sys.executable, "-m", *pip, *to, copy], check=True)
-    paths = os.pathsep.join([str(target), os.environ.get("PYTHONPATH", "")])
+def test_the_example_runs(new_plugin, tmp_path):
+    caches = [Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")), tmp_path / "cache"]
     run = subprocess.run(
         [sys.executable, EXAMPLE / "demo.py"],
-        env={**os.environ, "PYTHONPATH": paths, "XDG_CACHE_HOME": str(tmp_path / "cache")},
+        env={
+            **os.environ,
+            "PYTHONPATH": new_plugin[1],  # the example is the new plugin, and a demonstration
+            "XDG_CACHE_HOME": str(caches[1]),
+            "NUMBA_CACHE_DIR": str(caches[0]),  # kernels need not be compiled for its own cache
+        },
         capture_output=True,
         text=True,
         check=False,
