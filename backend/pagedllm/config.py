@@ -142,6 +142,13 @@ class Config:
         section="cache",
         aliases=("num_gpu_blocks_override",),
     )
+    kv_cache_dtype: str = option(
+        "auto",
+        Text(("auto", "int8"), metavar="DTYPE"),
+        "of keys and values in pages: int8 halves them; auto: as the model computes",
+        section="cache",
+        aliases=("cache_dtype",),
+    )
     preallocate_kv_cache: bool = option(
         False, Boolean(), "claim the pages' memory at the start", section="cache"
     )

@@ -16,17 +16,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_NAMES = {
-    "float32": "float32",
-    "float": "float32",
-    "fp32": "float32",
-    "bfloat16": "bfloat16",
-    "bf16": "bfloat16",
-    "float16": "float16",
-    "half": "float16",
-    "fp16": "float16",
-}
-
 
 def choose_dtype(
     wanted: str | torch.dtype, stored: torch.dtype | str | None, device: torch.device
@@ -56,17 +45,14 @@ def choose_dtype(
                 "dtype='bfloat16' takes half the memory and rounds the weights"
             )
             return torch.float32
-        if stored is None or stored not in allowed:
-            if stored is not None:
-                logger.info("dtype: float32, since a model cannot run in %s", stored)
-            return torch.float32
-        return stored
-    chosen = wanted
-    if isinstance(wanted, str):
-        name = _NAMES.get(wanted.removeprefix("torch."))
-        chosen = wanted if name is None else getattr(torch, name)
-    if isinstance(chosen, str) or chosen not in allowed:
-        raise ConfigError(
-            f"dtype is {wanted!r}; it must be auto, float32, bfloat16 or float16", "dtype"
-        )
-    return chosen
+        if stored in allowed:
+            return stored
+        if stored is not None:
+            logger.info("dtype: float32, since a model cannot run in %s", stored)
+        return torch.float32
+    for chosen in allowed:
+        if str(chosen).removeprefix("torch.") == str(wanted).removeprefix("torch."):
+            return chosen
+    raise ConfigError(
+        f"dtype is {wanted!r}; it must be auto, float32, bfloat16 or float16", "dtype"
+    )

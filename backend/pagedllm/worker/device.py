@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pagedllm.errors import ConfigError
+from pagedllm.worker.cache_dtype import bytes_per_token
 
 if TYPE_CHECKING:
     from pagedllm.config import Config
@@ -38,12 +39,6 @@ class CachePlan:
     bytes_per_page: int
 
 
-def bytes_per_token(model: PagedModel) -> int:
-    """Return what one token's keys and values take over all layers."""
-    numbers = sum(s.num_kv_heads * (s.head_dim + s.value_dim) for s in model.layers)
-    return numbers * model.dtype.itemsize
-
-
 def plan_cache(config: Config, model: PagedModel) -> CachePlan:
     """Choose the number of pages and the longest sequence.
 
@@ -62,7 +57,7 @@ def plan_cache(config: Config, model: PagedModel) -> CachePlan:
             "max_model_len",
         )
     max_len = asked or limit or _UNLIMITED_LEN
-    page_bytes = bytes_per_token(model) * config.page_size
+    page_bytes = bytes_per_token(config, model) * config.page_size
     most = config.max_batch_size * -(-max_len // config.page_size)
     if config.num_pages is not None:
         num_pages, source = config.num_pages, "num_pages"

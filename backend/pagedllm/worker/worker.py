@@ -16,6 +16,7 @@ import torch
 
 from pagedllm.types import ModelInfo, RowOutput, StepOutput
 from pagedllm.worker.batch import build_batch
+from pagedllm.worker.cache_dtype import cache_dtype
 from pagedllm.worker.device import plan_cache
 from pagedllm.worker.sampler import Sampler
 from pagedllm.worker.slot import SlotState
@@ -204,6 +205,7 @@ class Worker:
 
 
 def _allocate(model: PagedModel, num_pages: int, config: Config) -> Sequence[LayerCache]:
+    dtype = cache_dtype(config, model)
     layers = tuple(
         model.attention.allocate(
             num_pages,
@@ -211,7 +213,7 @@ def _allocate(model: PagedModel, num_pages: int, config: Config) -> Sequence[Lay
             shape.num_kv_heads,
             shape.head_dim,
             shape.value_dim,
-            model.dtype,
+            dtype,
             model.device,
         )
         for shape in model.layers
