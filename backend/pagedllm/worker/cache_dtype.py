@@ -1,4 +1,4 @@
-"""How keys and values are kept in pages, and what that takes.
+"""How keys and values are kept in pages.
 
 Owner: the worker.
 """
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from pagedllm.errors import ConfigError
-from pagedllm_kernels.int8_pages import SCALE_BYTES
 
 if TYPE_CHECKING:
     from pagedllm.config import Config
@@ -32,13 +31,3 @@ def cache_dtype(config: Config, model: PagedModel) -> torch.dtype:
             "kv_cache_dtype",
         )
     return torch.int8
-
-
-def bytes_per_token(config: Config, model: PagedModel) -> int:
-    """Return what one token's keys and values, and their scales, take over all layers."""
-    dtype = cache_dtype(config, model)
-    scales = 2 * SCALE_BYTES if dtype == torch.int8 else 0
-    return sum(
-        s.num_kv_heads * ((s.head_dim + s.value_dim) * dtype.itemsize + scales)
-        for s in model.layers
-    )

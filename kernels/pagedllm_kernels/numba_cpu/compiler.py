@@ -1,8 +1,8 @@
 """Compiles the interpreter and what it calls, once per storage type, by way of the disk.
 
 Owner: numba_cpu. Numba's cache of a function does not notice a change in a function that it
-calls, so the folder is named after the source of this whole package; within it, Numba and
-:mod:`native` tell processors apart.
+calls, so the folder is named after the source of all kernels; within it, Numba and :mod:`native`
+tell processors apart.
 """
 
 from __future__ import annotations
@@ -146,8 +146,6 @@ def cache_folder(numba_cache: str) -> Path:
 @functools.cache
 def _source_hash() -> str:
     digest = hashlib.sha256(numba.__version__.encode())
-    folder = Path(__file__).parent
-    shared = (folder.parent / "quantized.py", folder.parent / "int8_pages.py")
-    for path in (*sorted(folder.glob("*.py")), *shared):
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
