@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from pagedllm_kernels.numba_cpu import layout as at
-from pagedllm_kernels.numba_cpu.int8_pages import beside, scale_scores
+from pagedllm_kernels.numba_cpu.int8_pages import beside, fetch_scales, scale_scores
 from pagedllm_kernels.numba_cpu.layout import LANES, LINE, TASK, WORK
 from pagedllm_kernels.numba_cpu.plan import visible_keys
 from pagedllm_kernels.numba_cpu.rows import ONE, ZERO, store_activation, strands, vexp, vtanh
@@ -137,8 +137,9 @@ def _block(op: int, job: int, scratch: int, ptag: Any) -> None:
     set_field(scratch, at.F_SCORES, scores)
     set_field(scratch, at.F_STRIDE, stride)
     _addresses(op, job, scratch)
-    _scores(op, job, scratch, groups)
     keys, step = field(scratch, at.F_KEYS), slots // LANES * 8
+    fetch_scales(op, scratch, keys, values, ptag)
+    _scores(op, job, scratch, groups)
     scale_scores(op, job, scratch, keys, step, field(op, at.A_KEY_BYTES), ptag)
     for row in range(rows):
         first = field(task, at.T_ROW) + row // field(op, at.A_GROUP)

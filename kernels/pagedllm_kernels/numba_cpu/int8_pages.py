@@ -22,6 +22,7 @@ from pagedllm_kernels.numba_cpu.rows import ONE, ZERO
 from pagedllm_kernels.numba_cpu.simd import (
     F32,
     copysign,
+    fetch,
     field,
     hmax,
     hsum,
@@ -39,7 +40,7 @@ from pagedllm_kernels.numba_cpu.simd import (
 
 _MOST, _STEP, _LEAST = (np.float32(x) for x in (MOST, 1 / MOST, LEAST))
 
-INT8_UNITS = ("round_row", "scale_scores")
+INT8_UNITS = ("round_row", "fetch_scales", "scale_scores")
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -73,6 +74,17 @@ def round_row(row: int, dim: int, scale: int, ptag: Any) -> None:
     for d in range(0, dim, LANES):
         vstore(round_even(vload(row + 4 * d, F32) * inverse), row + 4 * d, F32)
     put(top * _STEP + hsum(bad), scale, F32)
+
+
+@partial(unit, only="i8")
+def fetch_scales(op: int, scratch: int, keys: int, values: int, ptag: Any) -> None:
+    """Fetch what :func:`scale_scores` reads for a block; see there for the lists."""
+    bytes_of_scales, step = 4 * field(op, at.A_SLOTS), field(op, at.A_SLOTS) // LANES * 8
+    for page in range(field(scratch, at.F_PAGES)):
+        key = load64(keys + page * step) + field(op, at.A_KEY_BYTES)
+        fetch(key - bytes_of_scales, bytes_of_scales)
+        value = load64(values + page * 8) + field(op, at.A_VALUE_BYTES)
+        fetch(value - bytes_of_scales, bytes_of_scales)
 
 
 @partial(unit, only="i8")
