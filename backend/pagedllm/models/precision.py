@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from pagedllm._kinds import BadValue
+from pagedllm.config import DTYPES
 from pagedllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,7 +37,6 @@ def choose_dtype(
     """
     import torch
 
-    allowed = (torch.float32, torch.bfloat16, torch.float16)
     if isinstance(stored, str):
         stored = getattr(torch, stored.removeprefix("torch."), None)
     if wanted == "auto":
@@ -45,14 +46,13 @@ def choose_dtype(
                 "dtype='bfloat16' takes half the memory and rounds the weights"
             )
             return torch.float32
-        if stored in allowed:
+        if stored in (torch.float32, torch.bfloat16, torch.float16):
             return stored
         if stored is not None:
             logger.info("dtype: float32, since a model cannot run in %s", stored)
         return torch.float32
-    for chosen in allowed:
-        if str(chosen).removeprefix("torch.") == str(wanted).removeprefix("torch."):
-            return chosen
-    raise ConfigError(
-        f"dtype is {wanted!r}; it must be auto, float32, bfloat16 or float16", "dtype"
-    )
+    try:
+        chosen: torch.dtype = getattr(torch, DTYPES.check(wanted))
+    except BadValue as error:
+        raise ConfigError(f"dtype: {error}", "dtype") from None
+    return chosen
