@@ -230,7 +230,7 @@ def test_environment_below_file_below_flags(tmp_path):
         (["--max-waiting-tokens", "2"], "--max-waiting-tokens has no meaning here"),
         (["--lora-adapters", "a"], "adapters are not supported"),
         (["--sharded", "true"], "--sharded has no meaning here"),
-        (["--kv-cache-dtype", "fp8_e5m2"], "--kv-cache-dtype has no meaning here: the cache has"),
+        (["--kv-cache-dtype", "fp8_e5m2"], "kv_cache_dtype: 'fp8_e5m2' is not one of auto, int8"),
         (["--enable-fp8"], "--enable-fp8: no plugin that is installed has a method 'fp8'; use "),
         (["--enable-fp8", "--quantization", "int8"], "--enable-fp8 and --quantization int8"),
         (["--enable-fp8", "--quantize", "int8"], "--enable-fp8 and --quantization int8"),
