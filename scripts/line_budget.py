@@ -30,10 +30,15 @@ AROUND = (
     "backend/pagedllm/response_cache/",
     "backend/pagedllm/testing/",
 )
-# Weights in 8 and 4 bits: a second set of products beside those that the engine runs on.
+# Weights in 8 and 4 bits, and pages in 8: products and roundings beside those that the engine
+# runs on.
 QUANTISED = (
     "backend/pagedllm/models/quantizing.py",
+    "backend/pagedllm/worker/cache_dtype.py",
+    "kernels/pagedllm_kernels/int8_pages.py",
     "kernels/pagedllm_kernels/quantized.py",
+    "kernels/pagedllm_kernels/numba_cpu/int8_pages.py",
+    "kernels/pagedllm_kernels/numba_cpu/int8_programs.py",
     "kernels/pagedllm_kernels/numba_cpu/grouped.py",
     "kernels/pagedllm_kernels/numba_cpu/quantized.py",
 )

@@ -32,7 +32,12 @@ class Driver:
     """Every page starts as NaN, so a result that a stray slot reached is NaN too."""
 
     def __init__(
-        self, model: PagedModel, rng: random.Random, page_size: int = 4, num_pages: int = 200
+        self,
+        model: PagedModel,
+        rng: random.Random,
+        page_size: int = 4,
+        num_pages: int = 200,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
         self.model, self.rng, self.page_size = model, rng, page_size
         self.cache = [
@@ -42,7 +47,7 @@ class Driver:
                 layer.num_kv_heads,
                 layer.head_dim,
                 layer.value_dim,
-                model.dtype,
+                cache_dtype or model.dtype,
                 model.device,
             )
             for layer in model.layers
@@ -132,8 +137,9 @@ class Driver:
     def _poison(self, pages: list[int]) -> None:
         index = torch.tensor(pages, dtype=torch.int64, device=self.model.device)
         for layer in self.cache:
-            layer.key[index] = float("nan")
-            layer.value[index] = float("nan")
+            # NaN in any float, and in the scales of int8.
+            layer.key.view(torch.uint8)[index] = 255
+            layer.value.view(torch.uint8)[index] = 255
 
 
 def logits_of(model: PagedModel, tokens: Sequence[int], chunk: int = 7) -> torch.Tensor:

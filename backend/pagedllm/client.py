@@ -372,6 +372,7 @@ def _load_model(config: Config, path: str) -> PagedModel:
         trust_remote_code=config.trust_remote_code,
         attention=_attention(config),
         quantizer=quantizer_for(config),
+        int8_pages=config.kv_cache_dtype == "int8",
         progress=sys.stderr.isatty(),
     )
 

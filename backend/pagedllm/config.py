@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 SECTIONS = ("model", "cache", "scheduler", "distributed", "optimization")
 
-_DTYPES = Text(
+DTYPES = Text(
     ("auto", "float32", "bfloat16", "float16"),
     {"fp32": "float32", "float": "float32", "f32": "float32", "bf16": "bfloat16"}
     | {"fp16": "float16", "half": "float16", "f16": "float16"},
@@ -69,7 +69,7 @@ class Config:
         False, Boolean(), "take and give token ids only, and load no tokenizer", section="model"
     )
     dtype: str = option(
-        "auto", _DTYPES, "of weights and arithmetic; auto: the model's own", section="model"
+        "auto", DTYPES, "of weights and arithmetic; auto: the model's own", section="model"
     )
     device: str = option(
         "auto", _DEVICES, "where to run; auto: the GPU if there is one", section="model"
@@ -141,6 +141,13 @@ class Config:
         "exact number of pages; none: as many as the memory allows",
         section="cache",
         aliases=("num_gpu_blocks_override",),
+    )
+    kv_cache_dtype: str = option(
+        "auto",
+        Text(("auto", "int8"), metavar="DTYPE"),
+        "of keys and values in pages: int8 halves them; auto: as the model computes",
+        section="cache",
+        aliases=("cache_dtype",),
     )
     preallocate_kv_cache: bool = option(
         False, Boolean(), "claim the pages' memory at the start", section="cache"

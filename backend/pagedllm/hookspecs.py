@@ -188,7 +188,7 @@ def pagedllm_attention_backends() -> Mapping[str, str]:
     """Register implementations of ``pagedllm_kernels.types.AttentionBackend``.
 
     Each name leads to a class or function that is called without arguments and returns the
-    backend. Example::
+    backend. One that keeps pages in int8 says so by an attribute ``int8_pages``. Example::
 
         @hookimpl
         def pagedllm_attention_backends():

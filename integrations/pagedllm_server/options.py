@@ -159,6 +159,7 @@ LAUNCHER = {
     "num_shard": "tensor_parallel_size",
     "quantize": "quantization",
     "dtype": "dtype",
+    "kv_cache_dtype": "kv_cache_dtype",
     "trust_remote_code": "trust_remote_code",
     "max_total_tokens": "max_model_len",
     "max_batch_prefill_tokens": "max_num_batched_tokens",
@@ -170,7 +171,6 @@ LAUNCHER = {
 and its setting the pages that they fill."""
 
 MEANINGLESS = {
-    "kv_cache_dtype": "the cache has the dtype of the model, which 'auto' asks for",
     "sharded": "num_shard alone says how many devices share the model",
     "max_waiting_tokens": "prompts and answers share every step, so nobody waits for tokens",
     "lora_adapters": "adapters are not supported",
@@ -179,7 +179,7 @@ MEANINGLESS = {
 }
 """Names of TGI's launcher that have no counterpart, and why."""
 
-HARMLESS = {"kv_cache_dtype": ("auto",), "sharded": ("false", "0")}
+HARMLESS = {"sharded": ("false", "0")}
 """Values of some of those that ask for nothing but what there is."""
 
 
@@ -316,8 +316,7 @@ def launcher_settings(
             said, value = name.upper(), environment.get(name.upper()) or None
         if value is None or value.lower() in HARMLESS.get(name, ()):
             continue
-        # Other variables may be there for TGI alone; a cache in 8 bits would be missed.
-        if flagged or name == "kv_cache_dtype":
+        if flagged:  # variables may be there for TGI alone
             raise ConfigError(f"{said} has no meaning here: {reason}; leave it out", name)
         ignored.append(said)
     outside = {

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pagedllm_kernels.int8_pages import allocate_rows, widen_rows, write_rows
 from pagedllm_kernels.types import LayerCache
 
 if TYPE_CHECKING:
@@ -64,11 +65,13 @@ class _Plan:
 class ReferenceAttention:
     """Paged attention with matrix products of torch.
 
-    Pages are ``key[num_pages, num_kv_heads, page_size, head_dim]``, ``value`` likewise.
-    Not safe to call from two threads at once: it keeps the plan of the step it is in.
+    Pages are ``key[num_pages, num_kv_heads, page_size, head_dim]``, ``value`` likewise; in
+    int8, rows are those of :mod:`pagedllm_kernels.int8_pages`. Not safe to call from two
+    threads at once: it keeps the plan of the step it is in.
     """
 
     name = "reference"
+    int8_pages = True
 
     def __init__(self) -> None:
         self._step: AttentionMetadata | None = None
@@ -86,9 +89,10 @@ class ReferenceAttention:
     ) -> LayerCache:
         """Return uninitialised pages, [num_pages, num_kv_heads, page_size, dim] each."""
         shape = (num_pages, num_kv_heads, page_size)
+        if dtype == torch.int8:
+            return LayerCache(*(allocate_rows(shape, d, device) for d in (head_dim, value_dim)))
         return LayerCache(
-            key=torch.empty((*shape, head_dim), dtype=dtype, device=device),
-            value=torch.empty((*shape, value_dim), dtype=dtype, device=device),
+            *(torch.empty((*shape, d), dtype=dtype, device=device) for d in (head_dim, value_dim))
         )
 
     def attend(
@@ -107,20 +111,23 @@ class ReferenceAttention:
         """Write the new keys and values, then attend; see :class:`AttentionBackend`."""
         pages = metadata.slot_mapping // metadata.page_size
         offsets = metadata.slot_mapping % metadata.page_size
-        cache.key[pages, :, offsets] = key.to(cache.key.dtype)
-        cache.value[pages, :, offsets] = value.to(cache.value.dtype)
+        for held, given in ((cache.key, key), (cache.value, value)):
+            if held.dtype == torch.int8:
+                write_rows(held, (pages, slice(None), offsets), given)
+            else:
+                held[pages, :, offsets] = given.to(held.dtype)
 
         plan = self._plan(metadata, window)
         kv_heads = key.shape[1]
         output = query.new_empty((query.shape[0], query.shape[1], value.shape[2]))
         for group in plan.decodes:
             rows = query[group.rows].unsqueeze(1)
-            values = _gather(cache.value, group.pages)
+            values = _gather(cache.value, group.pages, value.shape[2])
             # A weight of zero does not hide a NaN in a slot that nothing was written to.
             values.masked_fill_(group.hidden[:, 0, None, :, None], 0.0)
             attended = _softmax_values(
                 _grouped(rows, kv_heads) * scale,
-                _gather(cache.key, group.pages),
+                _gather(cache.key, group.pages, key.shape[2]),
                 values,
                 group.hidden,
                 softcap,
@@ -128,8 +135,8 @@ class ReferenceAttention:
             )
             output[group.rows] = _ungrouped(attended).squeeze(1).to(output.dtype)
         for part in plan.prefills:
-            keys = _gather(cache.key, part.pages.unsqueeze(0))
-            values = _gather(cache.value, part.pages.unsqueeze(0))
+            keys = _gather(cache.key, part.pages[None], key.shape[2])
+            values = _gather(cache.value, part.pages[None], value.shape[2])
             for begin, end, low, high, hidden in _blocks(part, query.shape[1], window):
                 rows = query[part.start + begin : part.start + end].unsqueeze(0)
                 attended = _softmax_values(
@@ -222,9 +229,11 @@ def _blocks(
         yield begin, end, low, high, hidden.unsqueeze(0)
 
 
-def _gather(cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+def _gather(cache: torch.Tensor, pages: torch.Tensor, dim: int) -> torch.Tensor:
     """Return float32 [N, Hkv, P * page_size, dim], a copy, of pages [N, P]."""
-    picked = cache[pages].to(torch.float32).transpose(1, 2)
+    picked = cache[pages]
+    picked = widen_rows(picked, dim) if picked.dtype == torch.int8 else picked.float()
+    picked = picked.transpose(1, 2)
     return picked.reshape(picked.shape[0], picked.shape[1], -1, picked.shape[4])
 
 

@@ -54,6 +54,9 @@ class AttentionBackend(Protocol):
     """An implementation of paged attention, chosen once per model by :func:`registry.select`."""
 
     name: str
+    int8_pages: bool
+    """Whether :meth:`allocate` takes int8: rows of keys and values are then rounded as
+    :mod:`pagedllm_kernels.int8_pages` does. An implementation that does not say so does not."""
 
     def allocate(
         self,
@@ -65,7 +68,10 @@ class AttentionBackend(Protocol):
         dtype: torch.dtype,
         device: torch.device,
     ) -> LayerCache:
-        """Return uninitialised pages for one layer, in this implementation's own layout."""
+        """Return uninitialised pages for one layer, in this implementation's own layout.
+
+        ``dtype`` is that of keys and values in pages: the model's, or int8.
+        """
         ...
 
     def attend(

@@ -43,7 +43,18 @@ def test_the_report_is_that_of_the_models_predictions(smollm2_path, tmp_path, ca
     assert found["bytes_before"] == models[0].weight_bytes
     assert found["bytes_after"] == models[1].weight_bytes < 0.75 * found["bytes_before"]
     assert found["skipped"] == ["lm_head"]
-    assert f"kl_mean         {found['kl_mean']}" in table
+    assert f"kl_mean            {found['kl_mean']}" in table
+
+
+@pytest.mark.parametrize("rows", [1, 200])
+def test_pages_in_int8_change_little_and_take_half(smollm2_path, capsys, rows):
+    arguments = ("--kv-cache-dtype", "int8", "--report", "--tokens", 120, "--rows", rows)
+    found, _ = report(capsys, smollm2_path, *arguments)
+    assert found["page_bytes_after"] / found["page_bytes_before"] == (64 + 4) / (2 * 64)
+    assert found["bytes_after"] == found["bytes_before"]
+    assert 0 < found["kl_mean"] < 0.004
+    assert found["kl_max"] < 0.1
+    assert found["top1_agreement"] > 0.9
 
 
 def test_sizes_alone(smollm2_path, capsys):

@@ -129,6 +129,8 @@ def test_aliases_people_know() -> None:
         ({"max_batchsize": 1}, ["max_batchsize", "1", "max_batch_size"]),
         ({"enable_prefix_cache": True}, ["enable_prefix_cache", "enable_prefix_caching"]),
         ({"dtype": "bfloat61"}, ["dtype", "bfloat61", "did you mean 'bfloat16'"]),
+        ({"kv_cache_dtype": "fp8"}, ["kv_cache_dtype", "fp8", "auto, int8"]),
+        ({"kv_cache_dtyp": "int8"}, ["kv_cache_dtyp", "did you mean 'kv_cache_dtype'"]),
         ({"scheduling_policy": "prio"}, ["scheduling_policy", "prio", "priority"]),
         ({"device": "cuda:one"}, ["device", "cuda:one", "cuda:N"]),
         ({"page_size": 0}, ["page_size", "at least 1", "0"]),

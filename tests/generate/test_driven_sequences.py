@@ -21,11 +21,17 @@ def model() -> Any:
 
 
 @pytest.fixture
-def llm(model: Any) -> Iterator[pagedllm.LLM]:
+def llm(model: Any, kept: str) -> Iterator[pagedllm.LLM]:
     with pagedllm.LLM.from_model(
-        model, num_pages=60, page_size=4, max_model_len=64, threads=1
+        model, num_pages=60, page_size=4, max_model_len=64, threads=1, kv_cache_dtype=kept
     ) as made:
         yield made
+
+
+@pytest.fixture
+def kept() -> str:
+    """How keys and values are kept."""
+    return "auto"
 
 
 def _expected(model: Any, rows: list[list[int]]) -> torch.Tensor:
@@ -33,7 +39,11 @@ def _expected(model: Any, rows: list[list[int]]) -> torch.Tensor:
         return torch.stack([model(torch.tensor([row])).logits[0, -1] for row in rows])
 
 
-def test_any_fork_gives_the_logits_of_its_own_tokens(llm: pagedllm.LLM, model: Any) -> None:
+# In int8 it is as far off as rounding takes it, and right after pages are copied.
+@pytest.mark.parametrize(("kept", "far"), [("auto", 2e-3), ("int8", 0.08)])
+def test_any_fork_gives_the_logits_of_its_own_tokens(
+    llm: pagedllm.LLM, model: Any, far: float
+) -> None:
     seed = random.SystemRandom().randrange(2**31)
     print("seed", seed)
     rng = random.Random(seed)
@@ -45,7 +55,7 @@ def test_any_fork_gives_the_logits_of_its_own_tokens(llm: pagedllm.LLM, model: A
     rows = [same, same, [rng.randrange(256) for _ in range(3)], same]
     with llm.drive(rows, 24) as driven:
         for _ in range(24):
-            torch.testing.assert_close(driven.logits, _expected(model, rows), rtol=0, atol=2e-3)
+            torch.testing.assert_close(driven.logits, _expected(model, rows), rtol=0, atol=far)
             parents = [rng.randrange(len(rows)) for _ in rows]
             tokens = [rng.randrange(256) for _ in rows]
             rows = [[*rows[p], t] for p, t in zip(parents, tokens, strict=True)]

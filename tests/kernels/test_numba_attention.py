@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from other_processor import HASWELL
+from pagedllm_kernels.int8_pages import quantize_rows
 from pagedllm_kernels.numba_cpu.attention import NumbaAttention
 from pagedllm_kernels.numba_cpu.team import available_threads
 from pagedllm_kernels.types import AttentionMetadata, LayerCache
 
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4, torch.int8: 2e-6}
+"""By what pages hold; of int8 ones, to attention over keys and values that were rounded."""
 
 
 @dataclass
@@ -35,15 +37,15 @@ class Sequences:
         cache = backend.allocate(
             count * pages + 3, page_size, kv_heads, dim, value_dim, dtype, torch.device("cpu")
         )
-        cache.key.fill_(torch.nan)
-        cache.value.fill_(torch.nan)
+        poison(cache.key, ...)
+        poison(cache.value, ...)
         tables = torch.randperm(count * pages + 3)[: count * pages].view(count, pages).int()
-        empty = [torch.empty(0, kv_heads, d, dtype=dtype) for d in (dim, value_dim)]
+        empty = [torch.empty(0, kv_heads, d, dtype=given(dtype)) for d in (dim, value_dim)]
         return cls(backend, cache, tables, page_size, [empty[0]] * count, [empty[1]] * count)
 
     def step(self, counts, heads, input_dtype=None, **options):
         """Give each sequence so many new tokens; return what came out and what should have."""
-        dtype = self.cache.key.dtype
+        dtype = given(self.cache.key.dtype)
         (kv_heads, dim), value_dim = self.keys[0].shape[1:], self.values[0].shape[2]
         query, key, value = (
             torch.randn(sum(counts), n, d).to(dtype)
@@ -70,10 +72,60 @@ class Sequences:
             max_context_len=max(context),
             page_size=size,
         )
-        given = (t.to(input_dtype or dtype) for t in (query, key, value))
-        got = self.backend.attend(*given, self.cache, metadata, **options)
+        new = (t.to(input_dtype or dtype) for t in (query, key, value))
+        got = self.backend.attend(*new, self.cache, metadata, **options)
         parts = zip(query.split(counts), self.keys, self.values)
-        return got, torch.cat([attend_f64(*part, **options) for part in parts])
+        if self.cache.key.dtype != torch.int8:
+            return got, torch.cat([attend_f64(*part, **options) for part in parts])
+        wanted = []
+        for q, k, v in parts:
+            if len(q) == 0:
+                continue
+            wanted.append(attend_f64(q, rounded(k), rounded(v), **options))
+            if len(q) < 100:  # the definition takes its time
+                error = (wanted[-1] - attend_f64(q, k, v, **options)).abs().amax()
+                assert error <= rounding_bound(q, k, v, options["scale"])
+        return got, torch.cat(wanted)
+
+
+def metadata_of(sequences, count):
+    """A first step of one sequence, in pages of 16."""
+    place = torch.arange(count)
+    return AttentionMetadata(
+        query_starts=torch.tensor([0, count]).int(),
+        context_lens=torch.tensor([count]).int(),
+        page_table=sequences.tables,
+        slot_mapping=sequences.tables[0, place // 16].long() * 16 + place % 16,
+        max_query_len=count,
+        max_context_len=count,
+        page_size=16,
+    )
+
+
+def given(dtype):
+    """The dtype of what is written to pages of this one."""
+    return torch.float32 if dtype == torch.int8 else dtype
+
+
+def poison(pages, index):
+    """Fill pages with what is NaN in any float, and in int8's scales."""
+    pages.view(torch.uint8)[index] = 255
+
+
+def rounded(rows):
+    numbers, scales = quantize_rows(rows)
+    assert ((numbers * scales - rows).abs() <= 0.501 * scales).all()
+    return numbers.double() * scales
+
+
+def rounding_bound(query, key, value, scale):
+    """What rounding keys and values, each by half a step at most, can change in any output.
+
+    No score changes by more than ``d``, so no weight by more than a factor of ``exp(2 * d)``.
+    """
+    steps = [0.501 * t.double().abs().amax() / 127 for t in (key, value)]
+    d = scale * query.double().abs().sum(-1).amax() * steps[0]
+    return steps[1] + torch.expm1(2 * d) * value.double().abs().amax()
 
 
 def attend_f64(query, key, value, scale, window=None, softcap=None, sinks=None):
@@ -96,7 +148,7 @@ def attend_f64(query, key, value, scale, window=None, softcap=None, sinks=None):
 
 
 def check(got, expected, dtype):
-    assert got.dtype == dtype
+    assert got.dtype == given(dtype)
     error = (got.double() - expected).norm() / expected.norm()
     assert error < TOLERANCE[dtype], f"relative error {error:.1e}"
 
@@ -114,7 +166,7 @@ def backend(request):
     return NumbaAttention(request.param)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "value_dim", "page_size"),
     [
@@ -139,7 +191,7 @@ def test_mixed_steps_match_the_definition(
         check(got, expected, dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize(
     "options",
     [
@@ -164,14 +216,14 @@ def test_windows_softcaps_and_sinks(backend, dtype, options):
         check(got, expected, dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("options", [{}, {"window": 1500}, {"sinks": True}], ids=str)
 def test_a_long_context_is_split_and_merged(backend, dtype, options):
     options = {"scale": 0.2, **options}
     if "sinks" in options:
         options["sinks"] = torch.randn(4)
     sequences = Sequences.start(backend, 1, 3100, 16, 2, 40, 40, dtype)
-    for count in (3001, 1, 7, 1):
+    for count in (1101 if dtype == torch.int8 else 3001, 1, 7, 1):
         got, expected = sequences.step([count], 4, **options)
         check(got, expected, dtype)
 
@@ -184,25 +236,28 @@ def test_float32_inputs_with_a_narrow_cache(backend, cache_dtype):
     assert (got.double() - expected).norm() / expected.norm() < TOLERANCE[cache_dtype]
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_value_that_cannot_be_rounded_is_no_number_afterwards(backend, bad):
+    sequences = Sequences.start(backend, 1, 32, 16, 1, 16, 16, torch.int8)
+    zero = torch.zeros(5, 1, 16)
+    value = zero.clone()
+    value[3, 0, 7] = bad
+    got = backend.attend(zero, zero, value, sequences.cache, metadata_of(sequences, 5), scale=1.0)
+    assert got[3:].isnan().all()
+
+
 def test_keys_and_values_may_be_slices_of_one_projection(backend):
     plain = Sequences.start(backend, 1, 64, 16, 2, 32, 32, torch.bfloat16)
     qkv = torch.randn(20, 8, 32).bfloat16()
-    metadata = AttentionMetadata(
-        query_starts=torch.tensor([0, 20]).int(),
-        context_lens=torch.tensor([20]).int(),
-        page_table=plain.tables,
-        slot_mapping=plain.tables[0, torch.arange(20) // 16].long() * 16 + torch.arange(20) % 16,
-        max_query_len=20,
-        max_context_len=20,
-        page_size=16,
-    )
+    metadata = metadata_of(plain, 20)
     got = backend.attend(*qkv.split([4, 2, 2], 1), plain.cache, metadata, scale=0.2)
     query, key, value = qkv.split([4, 2, 2], 1)
     check(got, attend_f64(query, key, value, 0.2), torch.bfloat16)
 
 
-def test_pages_can_be_copied_whatever_their_layout(backend):
-    sequences = Sequences.start(backend, 1, 64, 16, 2, 24, 24, torch.float32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_pages_can_be_copied_whatever_their_layout(backend, dtype):
+    sequences = Sequences.start(backend, 1, 64, 16, 2, 24, 24, dtype)
     sequences.step([33], 4, scale=0.2)
     used = sequences.tables[0].long()
     target = torch.tensor(
@@ -210,15 +265,16 @@ def test_pages_can_be_copied_whatever_their_layout(backend):
     )[:3]
     cache = sequences.cache
     cache.key[target], cache.value[target] = cache.key[used[:3]], cache.value[used[:3]]
-    cache.key[used[:3]] = cache.value[used[:3]] = torch.nan
+    poison(cache.key, used[:3])
+    poison(cache.value, used[:3])
     sequences.tables[0, :3] = target.int()
     got, expected = sequences.step([1], 4, scale=0.2)
-    check(got, expected, torch.float32)
+    check(got, expected, dtype)
 
 
 def test_a_dtype_that_no_kernel_has_is_refused():
-    with pytest.raises(ValueError, match="int8"):
-        NumbaAttention(1).allocate(4, 16, 1, 16, 16, torch.int8, torch.device("cpu"))
+    with pytest.raises(ValueError, match="int16"):
+        NumbaAttention(1).allocate(4, 16, 1, 16, 16, torch.int16, torch.device("cpu"))
     with pytest.raises(ValueError, match="threads=0"):
         NumbaAttention(0)
 

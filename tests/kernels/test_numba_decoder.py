@@ -11,6 +11,8 @@ from paged_driver import Driver, logits_of
 from pagedllm.models import load_model
 from pagedllm.models.compiled import CompiledModel, why_not
 from pagedllm.models.decoder import NativeModel
+from pagedllm_kernels import reference
+from pagedllm_kernels.int8_pages import quantize_rows
 from pagedllm_kernels.numba_cpu.attention import NumbaAttention
 from pagedllm_kernels.numba_cpu.decoder import FEW_ROWS, SPLIT_ROWS
 from tiny_families import FAMILIES, build, decided
@@ -39,27 +41,53 @@ def both(name, folder, seed, dtype, attention, **changes):
     return plain, CompiledModel(NativeModel(spec, weights, attention, plain.eos_token_ids))
 
 
-def answers_of(model, seed):
+def answers_of(model, seed, cache_dtype=None):
     """What it writes after some prompts in steps of any size, one of them computed twice."""
     rng = random.Random(seed)
-    driver = Driver(model, rng, page_size=rng.choice([3, 4, 16]))
-    prompts = [[rng.randrange(1, 320) for _ in range(n)] for n in (1, 5, 22, 47)]
-    running = [driver.add(prompt, 40) for prompt in prompts]
-    for _ in range(15):
+    driver = Driver(model, rng, page_size=rng.choice([3, 4, 16]), cache_dtype=cache_dtype)
+    lengths, new, steps = ((1, 5, 22, 47), 40, 15) if cache_dtype is None else ((1, 14), 8, 5)
+    prompts = [[rng.randrange(1, 320) for _ in range(n)] for n in lengths]
+    running = [driver.add(prompt, new) for prompt in prompts]
+    for _ in range(steps):
         driver.step((1, 3, 7, 40))
-    driver.preempt(running[2])
+    driver.preempt(running[-2])
     driver.run()
     return running
 
 
+@pytest.fixture
+def nearest(monkeypatch):
+    """How near to the middle of two steps the numbers came that int8 pages were given.
+
+    One that is as near as fp32's own errors is rounded up here and down there.
+    """
+    found = []
+
+    def write_rows(pages, at, rows):
+        numbers, scales = quantize_rows(rows)
+        found.append(0.5 - float((rows / scales - numbers).abs().nan_to_num().max()))
+        return write(pages, at, rows)
+
+    write = reference.write_rows
+    monkeypatch.setattr(reference, "write_rows", write_rows)
+    return found
+
+
+@pytest.mark.parametrize("cache_dtype", [None, torch.int8], ids=["fp32", "int8"])
 @pytest.mark.parametrize("name", DENSE)
-def test_tokens_and_logprobs_are_those_of_the_torch_decoder(name, tmp_path, seed, attention):
+def test_tokens_and_logprobs_are_those_of_the_torch_decoder(
+    name, cache_dtype, tmp_path, seed, attention, nearest
+):
     for attempt in range(seed, seed + 100):
         models = both(name, tmp_path, attempt, "float32", attention)
-        wanted = answers_of(models[0], attempt)
+        wanted = answers_of(models[0], attempt, cache_dtype)
+        near, nearest[:] = min(nearest, default=1.0), []
+        if near < 1e-4:
+            continue
         if all(decided(torch.stack(answer.logprobs)) for answer in wanted):
             break
-    for plain, compiled in zip(wanted, answers_of(models[1], attempt), strict=True):
+    got = answers_of(models[1], attempt, cache_dtype)
+    for plain, compiled in zip(wanted, got, strict=True):
         assert compiled.tokens == plain.tokens
         difference = torch.stack(compiled.logprobs) - torch.stack(plain.logprobs)
         assert difference.abs().max() < 1e-3

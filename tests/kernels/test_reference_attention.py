@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from pagedllm_kernels import AttentionMetadata, attention_backends, select_attention
+from pagedllm_kernels.int8_pages import quantize_rows
 from pagedllm_kernels.reference import ReferenceAttention
 
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.int8: 2e-5}
 
 
 class Case:
@@ -61,8 +62,9 @@ class Case:
         cache = attention.allocate(
             self.num_pages, self.page_size, self.kv_heads, self.dim, self.value_dim, dtype, "cpu"
         )
-        cache.key.fill_(float("nan"))
-        cache.value.fill_(float("nan"))
+        for pages in (cache.key, cache.value):
+            pages.view(torch.uint8).fill_(255)  # NaN in any float, and in the scales of int8
+        dtype = torch.float32 if dtype == torch.int8 else dtype
         if any(before for before, _ in self.spans):
             self._step(attention, cache, [(0, before) for before, _ in self.spans], dtype, options)
         return self._step(attention, cache, self.spans, dtype, options)
@@ -86,12 +88,15 @@ class Case:
         return output.float().split([count for _, count in spans])
 
     def expected(self, dtype=torch.float32, scale=None, window=None, softcap=None, sinks=None):
-        """Dense attention over each whole sequence, in fp32 on inputs rounded to ``dtype``."""
+        """Dense attention over each whole sequence, in fp32 on inputs as pages hold them."""
         outputs = []
         for i, (before, count) in enumerate(self.spans):
-            q, k, v = (
-                t[i].to(dtype).float().transpose(0, 1) for t in (self.query, self.key, self.value)
-            )
+            given = [t[i] for t in (self.query, self.key, self.value)]
+            if dtype == torch.int8:
+                given[1:] = [torch.mul(*quantize_rows(t)) for t in given[1:]]
+            else:
+                given = [t.to(dtype).float() for t in given]
+            q, k, v = (t.transpose(0, 1) for t in given)
             groups = self.heads // self.kv_heads
             k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
             n = before + count
@@ -142,9 +147,11 @@ def test_scale_softcap_and_sinks():
     check(Case(MIXED), scale=0.3, softcap=2.0, sinks=torch.randn(6) * 2, window=6)
 
 
-def test_values_may_be_wider_or_narrower_than_keys():
-    check(Case(MIXED, value_dim=24), window=7)
-    check(Case(MIXED, value_dim=8))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_values_may_be_wider_or_narrower_than_keys(dtype):
+    check(Case(MIXED, value_dim=24), dtype, window=7)
+    check(Case(MIXED, value_dim=8), dtype)
+    check(Case(MIXED, dim=13, value_dim=7), dtype, softcap=3.0, sinks=torch.randn(6))
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 16, 128])
@@ -198,6 +205,18 @@ def test_one_instance_serves_one_step_after_another():
         for window in (None, 5):
             got = torch.cat(case.run(attention, window=window))
             assert (got - torch.cat(case.expected(window=window))).abs().max() < 2e-5
+
+
+def test_rounding_to_int8_is_to_the_nearest_step_and_spares_extremes():
+    steps = torch.tensor([127.0, 2.5, 3.5, -2.5, 0.4999, -127.0])
+    for factor in (1.0, 2.0**100, 2.0**-60):
+        numbers, scales = quantize_rows(steps * factor)
+        assert numbers.tolist() == [127, 2, 4, -2, 0, -127]
+        assert torch.allclose(scales / factor, torch.ones(1))
+    assert [t.abs().max() for t in quantize_rows(torch.zeros(3, 4))] == [0, 0]
+    assert quantize_rows(torch.full((4,), 1e-40))[0].abs().max() == 0
+    for bad in (float("nan"), float("inf")):
+        assert not quantize_rows(torch.tensor([1.0, bad]))[1].isfinite()
 
 
 def test_pages_are_the_first_dimension_so_that_they_can_be_copied():

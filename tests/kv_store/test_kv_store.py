@@ -237,6 +237,7 @@ def test_what_differs_is_not_shared(folders, shelf):
         _answers(llm, PROMPTS[:1])
     for folder, settings in (
         (folders["native"], {"dtype": "bfloat16"}),
+        (folders["native"], {"kv_cache_dtype": "int8"}),
         (folders["native"], {"page_size": 2 * PAGE}),
         (folders["native"], {"model_impl": "generic"}),
         (folders["native"], {"attention_backend": "reference"}),

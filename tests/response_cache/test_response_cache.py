@@ -273,6 +273,7 @@ def test_embeddings_are_always_computed(thread_llm, shelf):
         {"model_impl": "generic"},
         {"attention_backend": "reference"},
         {"quantization": "int8"},
+        {"kv_cache_dtype": "int8"},
     ],
 )
 def test_another_arithmetic_is_another_key(tiny_with_text, thread_llm, shelf, setting):

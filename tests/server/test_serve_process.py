@@ -274,7 +274,7 @@ def test_environment_below_file_below_flags(tmp_path):
         (["--max-waiting-tokens", "2"], "--max-waiting-tokens has no meaning here"),
         (["--lora-adapters", "a"], "adapters are not supported"),
         (["--sharded", "true"], "--sharded has no meaning here"),
-        (["--kv-cache-dtype", "fp8_e5m2"], "--kv-cache-dtype has no meaning here: the cache has"),
+        (["--kv-cache-dtype", "fp8_e5m2"], "kv_cache_dtype: 'fp8_e5m2' is not one of auto, int8"),
         (["--enable-fp8"], "--enable-fp8: no plugin that is installed has a method 'fp8'; use "),
         (["--enable-fp8", "--quantization", "int8"], "--enable-fp8 and --quantization int8"),
         (["--enable-fp8", "--quantize", "int8"], "--enable-fp8 and --quantization int8"),
@@ -299,8 +299,18 @@ def test_launcher_values_that_ask_for_nothing_are_taken():
     assert parse(["m"], {"SHARDED": "true"})[2] == [
         "the environment variable SHARDED has no meaning here"
     ]
-    with pytest.raises(ConfigError, match="KV_CACHE_DTYPE has no meaning here"):
-        parse(["m"], {"KV_CACHE_DTYPE": "fp8_e4m3fn"})
+    assert config.kv_cache_dtype == "auto"
+
+
+def test_a_cache_in_int8_is_asked_for_by_flag_or_variable():
+    assert parse(["m"], {"KV_CACHE_DTYPE": "int8"})[0].kv_cache_dtype == "int8"
+    assert parse(["m", "--kv-cache-dtype", "int8"], {})[0].kv_cache_dtype == "int8"
+    for arguments, variables in (
+        (["m"], {"KV_CACHE_DTYPE": "fp8_e4m3fn"}),
+        (["m", "--kv-cache-dtype", "fp8_e4m3fn"], {}),
+    ):
+        with pytest.raises(ConfigError, match=r"kv_cache_dtype: 'fp8_e4m3fn'.*auto, int8"):
+            parse(arguments, variables)
 
 
 def test_wrong_files_are_named(tmp_path):

@@ -1,4 +1,4 @@
-"""``pagedllm quantize``: what quantising a model saves, and what it does to its answers.
+"""``pagedllm quantize``: what quantising a model, or its pages, saves, and what it does to answers.
 
 Owner: the command line. Invariants: standard output is one line of JSON, and a table for
 readers goes to standard error; both models see the same tokens through the engine's own
@@ -62,8 +62,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Load, measure, print a line of JSON and return the exit status."""
     config = Config.from_cli(options, model=options.source)
-    if config.quantization is None:
-        raise UsageError("--quantization METHOD is missing, such as --quantization int8")
+    if config.quantization is None and config.kv_cache_dtype == "auto":
+        raise UsageError(
+            "--quantization METHOD is missing, such as --quantization int8, or --kv-cache-dtype"
+        )
     if options.tokens < 2 or options.rows < 1:
         raise UsageError("--tokens must be at least 2 and --rows at least 1")
     text = TEXT if options.text is None else read_file(Path(options.text))
@@ -82,11 +84,13 @@ def measure(config: Config, text: str | None, options: argparse.Namespace) -> di
     from pagedllm.client import _load_model, quantizer_for
     from pagedllm.engine.text import load_tokenizer
     from pagedllm.plugins import resolve_model
+    from pagedllm.worker.device import bytes_per_page
 
     quantizer_for(config)  # refuses an unknown method before anything is loaded
     torch.set_num_threads(config.threads or 1)
     path = str(resolve_model(config.model, config.revision, config).path)
-    plain = _load_model(config.replace(quantization=None, quantization_skip=()), path)
+    plain_config = config.replace(quantization=None, quantization_skip=(), kv_cache_dtype="auto")
+    plain = _load_model(plain_config, path)
     ids: list[int] = []
     if text is not None:
         tokenizer = load_tokenizer(
@@ -96,20 +100,23 @@ def measure(config: Config, text: str | None, options: argparse.Namespace) -> di
         ids = list(tokenizer(text)["input_ids"])[:longest]
         if len(ids) < 2:
             raise UsageError("the text has fewer than two tokens; give a longer one")
-    wanted = log_probabilities(plain, ids, options.rows)
+    wanted = log_probabilities(plain, plain_config, ids, options.rows)
     report: dict[str, Any] = {
         "model": config.model,
         "quantization": config.quantization,
         "skipped": list(config.quantization_skip),
+        "kv_cache_dtype": config.kv_cache_dtype,
         "dtype_before": str(plain.dtype).removeprefix("torch."),
         "bytes_before": plain.weight_bytes,
+        "page_bytes_before": bytes_per_page(plain_config, plain),
     }
     del plain
     kept = _load_model(config, path)
     report["bytes_after"] = kept.weight_bytes
+    report["page_bytes_after"] = bytes_per_page(config, kept)
     report["ratio"] = round(kept.weight_bytes / report["bytes_before"], 4)
     if ids:
-        got = log_probabilities(kept, ids, options.rows)
+        got = log_probabilities(kept, config, ids, options.rows)
         # Kullback and Leibler's divergence, in nats.
         divergence = (wanted.exp() * (wanted - got)).sum(-1)
         agree = (wanted.argmax(-1) == got.argmax(-1)).float().mean()
@@ -123,21 +130,17 @@ def measure(config: Config, text: str | None, options: argparse.Namespace) -> di
     return report
 
 
-def log_probabilities(model: PagedModel, ids: list[int], rows: int) -> torch.Tensor:
+def log_probabilities(model: PagedModel, config: Config, ids: list[int], rows: int) -> torch.Tensor:
     """float32 [T, V]: of the token that follows each one of a sequence, some rows at a time."""
     import torch
 
     from pagedllm.models.base import DeviceBatch
+    from pagedllm.worker.device import allocate_pages
     from pagedllm_kernels.types import AttentionMetadata
 
-    size, device = 16, model.device
+    size, device = config.page_size, model.device
     pages = -(-len(ids) // size)
-    cache = [
-        model.attention.allocate(
-            pages, size, s.num_kv_heads, s.head_dim, s.value_dim, model.dtype, device
-        )
-        for s in model.layers
-    ]
+    cache = allocate_pages(config, model, pages)
     made = [torch.empty((0, model.vocab_size))]
     for begin in range(0, len(ids), rows):
         end = min(begin + rows, len(ids))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pagedllm.models.decoder import NativeModel
 from pagedllm.models.layers import rms_norm
 from pagedllm.models.limits import check_length
 from pagedllm_kernels.numba_cpu.attention import NumbaAttention
@@ -19,11 +20,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pagedllm.models.base import DeviceBatch
-    from pagedllm.models.decoder import NativeModel
     from pagedllm_kernels.types import LayerCache
 
 
-class CompiledModel:
+class CompiledModel(NativeModel):
     """A :class:`~pagedllm.models.base.PagedModel` that runs a step as one compiled function.
 
     Args:
@@ -33,25 +33,13 @@ class CompiledModel:
         ValueError: :func:`why_not` has a reason.
     """
 
-    tier = "native"
-
     def __init__(self, model: NativeModel) -> None:
         reason = why_not(model)
         if reason is not None:
             raise ValueError(f"{model.architecture} cannot be compiled: {reason}")
-        self.spec = model.spec
-        self.weights = model.weights
-        self.attention = model.attention
-        self.eos_token_ids = model.eos_token_ids
-        self.architecture = model.architecture
-        self.vocab_size = model.vocab_size
-        self.max_positions = model.max_positions
-        self.dtype = model.dtype
-        self.device = model.device
-        self.weight_bytes = model.weight_bytes
-        self.layers = model.layers
+        super().__init__(model.spec, model.weights, model.attention, model.eos_token_ids)
         self._decoder: CompiledDecoder | None = None
-        self._page_size = 0
+        self._pages = (0, False)
 
     @torch.inference_mode()
     def forward(self, batch: DeviceBatch, cache: Sequence[LayerCache]) -> torch.Tensor:
@@ -68,10 +56,11 @@ class CompiledModel:
         self, batch: DeviceBatch, logit_indices: torch.Tensor, cache: Sequence[LayerCache]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         check_length(batch, self.spec.max_positions)
-        if self._decoder is None or self._page_size != batch.attention.page_size:
-            self._page_size = batch.attention.page_size
+        pages = (batch.attention.page_size, cache[0].key.dtype == torch.int8)
+        if self._decoder is None or self._pages != pages:
+            self._pages = pages
             team = self.attention.team  # type: ignore[attr-defined]
-            self._decoder = CompiledDecoder(self.spec, self.weights, team, self._page_size)
+            self._decoder = CompiledDecoder(self.spec, self.weights, team, *pages)
         return self._decoder.forward(
             batch.token_ids, batch.positions, logit_indices, batch.attention, cache
         )

@@ -9,23 +9,14 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from pagedllm._kinds import BadValue
+from pagedllm.config import DTYPES
 from pagedllm.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
-
-_NAMES = {
-    "float32": "float32",
-    "float": "float32",
-    "fp32": "float32",
-    "bfloat16": "bfloat16",
-    "bf16": "bfloat16",
-    "float16": "float16",
-    "half": "float16",
-    "fp16": "float16",
-}
 
 
 def choose_dtype(
@@ -46,7 +37,6 @@ def choose_dtype(
     """
     import torch
 
-    allowed = (torch.float32, torch.bfloat16, torch.float16)
     if isinstance(stored, str):
         stored = getattr(torch, stored.removeprefix("torch."), None)
     if wanted == "auto":
@@ -56,17 +46,13 @@ def choose_dtype(
                 "dtype='bfloat16' takes half the memory and rounds the weights"
             )
             return torch.float32
-        if stored is None or stored not in allowed:
-            if stored is not None:
-                logger.info("dtype: float32, since a model cannot run in %s", stored)
-            return torch.float32
-        return stored
-    chosen = wanted
-    if isinstance(wanted, str):
-        name = _NAMES.get(wanted.removeprefix("torch."))
-        chosen = wanted if name is None else getattr(torch, name)
-    if isinstance(chosen, str) or chosen not in allowed:
-        raise ConfigError(
-            f"dtype is {wanted!r}; it must be auto, float32, bfloat16 or float16", "dtype"
-        )
+        if stored in (torch.float32, torch.bfloat16, torch.float16):
+            return stored
+        if stored is not None:
+            logger.info("dtype: float32, since a model cannot run in %s", stored)
+        return torch.float32
+    try:
+        chosen: torch.dtype = getattr(torch, DTYPES.check(wanted))
+    except BadValue as error:
+        raise ConfigError(f"dtype: {error}", "dtype") from None
     return chosen

@@ -38,6 +38,7 @@ def load_model(
     trust_remote_code: bool = False,
     attention: str | AttentionBackend = "auto",
     quantizer: Quantizer | None = None,
+    int8_pages: bool = False,
     progress: bool = False,
 ) -> PagedModel:
     """Load a model from a folder.
@@ -51,6 +52,7 @@ def load_model(
         attention: an implementation, a name from
             :func:`pagedllm_kernels.attention_backends`, or ``auto``.
         quantizer: of its matrices; None keeps them as they are.
+        int8_pages: whether its pages will be int8; decides what is compiled meanwhile.
         progress: whether a bar shows the loading.
 
     Raises:
@@ -90,7 +92,8 @@ def load_model(
         if backend.name == "numba":
             from pagedllm_kernels.numba_cpu.decoder import compile_ahead
 
-            compile_ahead(spec, chosen, quantizer is not None and quantizer.custom is None)
+            quantized = quantizer is not None and quantizer.custom is None
+            compile_ahead(spec, chosen, quantized, int8_pages)
         source: TensorSource = SafetensorsSource(checkpoint.files, chosen, place)
         if held is not None:
             plain_model(held)

@@ -204,10 +204,7 @@ def _layer(spec: DecoderSpec, index: int, reader: _Reader) -> LayerWeights:
 
 
 _NORMS = {
-    "pre": (
-        ("attention_norm", "input_layernorm"),
-        ("mlp_norm", "post_attention_layernorm"),
-    ),
+    "pre": (("attention_norm", "input_layernorm"), ("mlp_norm", "post_attention_layernorm")),
     "post": (
         ("attention_out_norm", "post_attention_layernorm"),
         ("mlp_out_norm", "post_feedforward_layernorm"),

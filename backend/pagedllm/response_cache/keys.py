@@ -60,6 +60,7 @@ def engine_identity(
         pagedllm.__version__,
         model,
         info.dtype,
+        config.kv_cache_dtype,
         config.quantization,
         list(config.quantization_skip),
         info.attention_backend,

@@ -14,10 +14,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from pagedllm.errors import ConfigError
+from pagedllm.worker.cache_dtype import cache_dtype
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pagedllm.config import Config
     from pagedllm.models.base import PagedModel
+    from pagedllm_kernels.types import LayerCache
 
 logger = logging.getLogger(__name__)
 
@@ -38,10 +42,36 @@ class CachePlan:
     bytes_per_page: int
 
 
-def bytes_per_token(model: PagedModel) -> int:
-    """Return what one token's keys and values take over all layers."""
-    numbers = sum(s.num_kv_heads * (s.head_dim + s.value_dim) for s in model.layers)
-    return numbers * model.dtype.itemsize
+def allocate_pages(config: Config, model: PagedModel, num_pages: int) -> Sequence[LayerCache]:
+    """Return the memory of so many pages, a cache per layer.
+
+    Raises:
+        ConfigError: the model's attention does not keep pages as configured.
+    """
+    dtype = cache_dtype(config, model)
+    layers = tuple(
+        model.attention.allocate(
+            num_pages,
+            config.page_size,
+            shape.num_kv_heads,
+            shape.head_dim,
+            shape.value_dim,
+            dtype,
+            model.device,
+        )
+        for shape in model.layers
+    )
+    if config.preallocate_kv_cache:
+        # An operating system hands out host memory when it is first written.
+        for layer in layers:
+            layer.key.zero_()
+            layer.value.zero_()
+    return layers
+
+
+def bytes_per_page(config: Config, model: PagedModel) -> int:
+    """Return what a page takes over all layers: weighed, since layouts differ in padding."""
+    return sum(c.key.nbytes + c.value.nbytes for c in allocate_pages(config, model, 1))
 
 
 def plan_cache(config: Config, model: PagedModel) -> CachePlan:
@@ -62,7 +92,7 @@ def plan_cache(config: Config, model: PagedModel) -> CachePlan:
             "max_model_len",
         )
     max_len = asked or limit or _UNLIMITED_LEN
-    page_bytes = bytes_per_token(model) * config.page_size
+    page_bytes = bytes_per_page(config, model)
     most = config.max_batch_size * -(-max_len // config.page_size)
     if config.num_pages is not None:
         num_pages, source = config.num_pages, "num_pages"

@@ -16,7 +16,7 @@ import torch
 
 from pagedllm.types import ModelInfo, RowOutput, StepOutput
 from pagedllm.worker.batch import build_batch
-from pagedllm.worker.device import plan_cache
+from pagedllm.worker.device import allocate_pages, plan_cache
 from pagedllm.worker.sampler import Sampler
 from pagedllm.worker.slot import SlotState
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from pagedllm.types import Row, ScheduleStep, TokenLogprobs
     from pagedllm.worker.batch import LogitRows
     from pagedllm.worker.sampler import Sampled
-    from pagedllm_kernels.types import LayerCache
 
 
 class Worker:
@@ -59,7 +58,7 @@ class Worker:
             eos_token_ids=model.eos_token_ids,
         )
         self._model = model
-        self.layers = _allocate(model, plan.num_pages, config)
+        self.layers = allocate_pages(config, model, plan.num_pages)
         self._sampler = Sampler(model.vocab_size, model.device)
         self._slots: list[SlotState | None] = [None] * config.max_batch_size
         pages = -(-plan.max_model_len // config.page_size)
@@ -201,27 +200,6 @@ class Worker:
         if state is None:
             raise RuntimeError(f"slot {row.slot} is empty")
         return state
-
-
-def _allocate(model: PagedModel, num_pages: int, config: Config) -> Sequence[LayerCache]:
-    layers = tuple(
-        model.attention.allocate(
-            num_pages,
-            config.page_size,
-            shape.num_kv_heads,
-            shape.head_dim,
-            shape.value_dim,
-            model.dtype,
-            model.device,
-        )
-        for shape in model.layers
-    )
-    if config.preallocate_kv_cache:
-        # An operating system hands out host memory when it is first written.
-        for layer in layers:
-            layer.key.zero_()
-            layer.value.zero_()
-    return layers
 
 
 def _output(

@@ -7,7 +7,8 @@ Owner: numba_cpu. Pages, in units of 4 bytes (two bf16 numbers, or one fp32):
 - values ``[pages, Hkv, ceil(slots / per unit), Dv]`` with the numbers of a unit belonging to
   consecutive keys, so that a vector of outputs gathers two keys at once.
 
-Slots are rounded up to 16 and Dv to 16. What no token was written to may hold anything.
+Slots are rounded up to 16 and Dv to 16. What no token was written to may hold anything. Pages
+in int8 have a byte to a unit, and scales: see :mod:`int8_pages`.
 
 A task is a tile of queries times all heads of a KV head, so each page is read once for the
 whole group. The softmax is online over blocks of keys (Milakov and Gimelshein, 2018; Dao et
@@ -25,16 +26,10 @@ from typing import Any
 import numpy as np
 
 from pagedllm_kernels.numba_cpu import layout as at
+from pagedllm_kernels.numba_cpu.int8_pages import beside, fetch_scales, scale_scores
 from pagedllm_kernels.numba_cpu.layout import LANES, LINE, TASK, WORK
 from pagedllm_kernels.numba_cpu.plan import visible_keys
-from pagedllm_kernels.numba_cpu.rows import (
-    ONE,
-    ZERO,
-    store_activation,
-    strands,
-    vexp,
-    vtanh,
-)
+from pagedllm_kernels.numba_cpu.rows import ONE, ZERO, store_activation, strands, vexp, vtanh
 from pagedllm_kernels.numba_cpu.simd import (
     F32,
     copy,
@@ -69,7 +64,7 @@ _VISIBLE = np.float32(-1e29)  # no score is below it
 
 
 @unit
-def attend(op: int, job: int, number: int, scratch: int, atag: Any) -> None:
+def attend(op: int, job: int, number: int, scratch: int, atag: Any, ptag: Any) -> None:
     """Run one task: attend, and store the output or merge the parts of one."""
     tasks = via(job, op, at.A_TASKS_AT)
     task = tasks + (number + 1) * TASK
@@ -97,7 +92,7 @@ def attend(op: int, job: int, number: int, scratch: int, atag: Any) -> None:
         if following and following != task:
             next_page = field(following, at.T_FIRST)
         set_field(scratch, at.F_NEXT_PAGE, next_page)
-        _block(op, job, scratch, atag)
+        _block(op, job, scratch, ptag)
     parts = field(task, at.T_PARTS) & 0xFFFF
     if parts > 1:
         part, size = field(task, at.T_PART), field(op, at.A_PART_BYTES)
@@ -128,12 +123,12 @@ def _start(op: int, scratch: int) -> None:
 
 
 @unit
-def _block(op: int, job: int, scratch: int, atag: Any) -> None:
+def _block(op: int, job: int, scratch: int, ptag: Any) -> None:
     """Attend to the frame's block of pages, and fetch the first of what follows meanwhile."""
     task, rows = field(scratch, at.F_TASK), field(scratch, at.F_ROWS)
     page, pages = field(scratch, at.F_PAGE), field(scratch, at.F_PAGES)
     page_size, slots = field(job, at.PAGE_SIZE), field(op, at.A_SLOTS)
-    groups = (pages * slots // LANES + 3) // 4
+    groups, wtag = (pages * slots // LANES + 3) // 4, beside(ptag)
     # Addresses: keys by vector, values by page, each followed by four to fetch at its end.
     values = field(scratch, at.F_KEYS) + (groups + 1) * 32
     scores = round_up(values + (pages + 4) * 8, LINE)
@@ -142,22 +137,26 @@ def _block(op: int, job: int, scratch: int, atag: Any) -> None:
     set_field(scratch, at.F_SCORES, scores)
     set_field(scratch, at.F_STRIDE, stride)
     _addresses(op, job, scratch)
+    keys, step = field(scratch, at.F_KEYS), slots // LANES * 8
+    fetch_scales(op, scratch, keys, values, ptag)
     _scores(op, job, scratch, groups)
+    scale_scores(op, job, scratch, keys, step, field(op, at.A_KEY_BYTES), ptag)
     for row in range(rows):
         first = field(task, at.T_ROW) + row // field(op, at.A_GROUP)
         low, high = visible_keys(op, job, field(task, at.T_SEQ), first, 1)
         base = page * page_size
-        _softmax(op, job, scratch, row, low - base, high - base, atag)
+        _softmax(op, job, scratch, row, low - base, high - base, wtag)
+    scale_scores(op, job, scratch, values, 8, field(op, at.A_VALUE_BYTES), ptag)
     context = load32(field(job, at.CONTEXT_LENS) + 4 * field(task, at.T_SEQ))
     if page_size == slots:
         tail = min(context - (page + pages - 1) * page_size, page_size)
-        _values(op, job, scratch, values, pages, tail, scores, atag)
+        _values(op, job, scratch, values, pages, tail, scores, wtag)
     else:
         # Pages with slots past their size end in units that hold anything: one at a time.
         for i in range(pages):
             tail = min(context - (page + i) * page_size, page_size)
-            weights = scores + i * slots * itemsize(atag)
-            _values(op, job, scratch, values + 8 * i, 1, tail, weights, atag)
+            weights = scores + i * slots * itemsize(wtag)
+            _values(op, job, scratch, values + 8 * i, 1, tail, weights, wtag)
 
 
 @jit
@@ -174,14 +173,14 @@ def _addresses(op: int, job: int, scratch: int) -> None:
     task, pages = field(scratch, at.F_TASK), field(scratch, at.F_PAGES)
     keys, values = field(scratch, at.F_KEYS), field(scratch, at.F_VALUES)
     per_page = field(op, at.A_SLOTS) // LANES
-    vectors = pages * per_page
+    vectors, line = pages * per_page, field(op, at.A_KEY_STRIDE) // per_page
     value_size, key_size = field(op, at.A_VALUE_BYTES), field(op, at.A_KEY_BYTES)
     for i in range(pages):
         place = _place(op, job, task, field(scratch, at.F_PAGE) + i)
         store64(field(op, at.A_VALUES) + place * value_size, values + 8 * i)
         key = field(op, at.A_KEYS) + place * key_size
         for j in range(per_page):
-            store64(key + j * LINE, keys + 8 * (i * per_page + j))
+            store64(key + j * line, keys + 8 * (i * per_page + j))
     for vector in range(vectors, round_up(vectors, 4)):
         store64(load64(keys + 8 * (vectors - 1)), keys + 8 * vector)
     following = field(scratch, at.F_NEXT)
@@ -194,7 +193,7 @@ def _addresses(op: int, job: int, scratch: int) -> None:
             last = field(following, at.T_LAST) - 1
             page = min(field(scratch, at.F_NEXT_PAGE) + i // per_page, last)
             place = _place(op, job, following, page)
-            key = field(op, at.A_KEYS) + place * key_size + i % per_page * LINE
+            key = field(op, at.A_KEYS) + place * key_size + i % per_page * line
         store64(key, values + 8 * (pages + i))
 
 
@@ -212,7 +211,7 @@ def _scores(op: int, job: int, scratch: int, groups: int) -> None:
     args = scratch + at.ARGS
     set_field(args, at.O_A_STRIDE, row_bytes)
     set_field(args, at.O_A_LAST, rows)
-    set_field(args, at.O_STRIDE, field(op, at.A_SLOTS) * 4)
+    set_field(args, at.O_STRIDE, field(op, at.A_KEY_STRIDE))
     set_field(args, at.O_UNITS, field(op, at.A_UNITS))
     set_field(args, at.O_C_STRIDE, stride)
     for j in range(0, groups * 4, COLUMNS):
@@ -227,7 +226,7 @@ def _scores(op: int, job: int, scratch: int, groups: int) -> None:
 
 
 @unit
-def _softmax(op: int, job: int, scratch: int, row: int, low: int, high: int, atag: Any) -> None:
+def _softmax(op: int, job: int, scratch: int, row: int, low: int, high: int, wtag: Any) -> None:
     """Turn a row of scores into weights, in place, and scale its sums to the new maximum.
 
     Args:
@@ -237,7 +236,7 @@ def _softmax(op: int, job: int, scratch: int, row: int, low: int, high: int, ata
         row: of the tile.
         low: first key that the row sees, counted from the block's first.
         high: past the last.
-        atag: how weights are stored.
+        wtag: how weights are stored.
     """
     scale, cap = real(op, at.A_SCALE), real(op, at.A_CAP)
     pages, page_size = field(scratch, at.F_PAGES), field(job, at.PAGE_SIZE)
@@ -261,8 +260,8 @@ def _softmax(op: int, job: int, scratch: int, row: int, low: int, high: int, ata
     old, top = get(stats, F32), hmax(highest)
     if top < _VISIBLE:
         for _ in range(0, pages * slots, LANES):
-            vstore(splat(ZERO), out, atag)
-            out += LANES * itemsize(atag)
+            vstore(splat(ZERO), out, wtag)
+            out += LANES * itemsize(wtag)
         return
     top = max(top * scale, old)
     total = splat(ZERO)
@@ -275,9 +274,9 @@ def _softmax(op: int, job: int, scratch: int, row: int, low: int, high: int, ata
             if first > 0 or last < LANES:
                 x = keep_lanes(x, first, last, ZERO)
             total = total + x
-            vstore(x, out, atag)
+            vstore(x, out, wtag)
             place += LINE
-            out += LANES * itemsize(atag)
+            out += LANES * itemsize(wtag)
     factor = vexp(splat(old - top))
     put(top, stats, F32)
     put(get(stats + LINE, F32) * hmax(factor) + hsum(total), stats + LINE, F32)
@@ -290,10 +289,10 @@ def _softmax(op: int, job: int, scratch: int, row: int, low: int, high: int, ata
 
 @unit
 def _values(
-    op: int, job: int, scratch: int, values: int, pages: int, tail: int, weights: int, atag: Any
+    op: int, job: int, scratch: int, values: int, pages: int, tail: int, weights: int, wtag: Any
 ) -> None:
     """Add weights times values to the sums; the last page holds ``tail`` keys."""
-    per = 4 // itemsize(atag)
+    per, unit_stride = 4 // itemsize(wtag), field(op, at.A_VALUE_STRIDE)
     rows, stride = field(scratch, at.F_ROWS), field(scratch, at.F_STRIDE)
     width = field(op, at.A_WIDTH)
     args = scratch + at.MORE_ARGS
@@ -303,12 +302,12 @@ def _values(
     set_field(args, at.V_UNITS, field(op, at.A_SLOTS) // per)
     set_field(args, at.V_LAST_UNITS, (tail + per - 1) // per)
     set_field(args, at.V_LAST_MASK, 0xFFFF if tail % per else -1)
-    set_field(args, at.V_STRIDE, width)
+    set_field(args, at.V_STRIDE, unit_stride)
     set_field(args, at.V_C_STRIDE, width)
     offset = 0
     while offset < width:
         whole = width - offset >= COLUMNS * LINE
-        set_field(args, at.V_OFFSET, offset)
+        set_field(args, at.V_OFFSET, offset * unit_stride // width)
         for row in range(0, rows, MAX_ROWS):
             set_field(args, at.V_P, weights + row * stride)
             set_field(args, at.V_C, field(scratch, at.F_SUMS) + row * width + offset)

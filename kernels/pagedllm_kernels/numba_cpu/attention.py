@@ -10,12 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pagedllm_kernels.numba_cpu import layout as at
-from pagedllm_kernels.numba_cpu.program import (
-    AttentionShape,
-    Job,
-    cache_shapes,
-    operation,
-)
+from pagedllm_kernels.numba_cpu.program import AttentionShape, Job, operation
 from pagedllm_kernels.numba_cpu.team import Team
 from pagedllm_kernels.types import LayerCache
 
@@ -28,6 +23,7 @@ _FUNCTIONS = {
     torch.float32: "attention_f32",
     torch.bfloat16: "attention_bf16",
     torch.float16: "attention_f16",
+    torch.int8: "attention_f32_i8",
 }
 
 
@@ -43,6 +39,7 @@ class NumbaAttention:
     """
 
     name = "numba"
+    int8_pages = True
 
     def __init__(self, threads: int | None = None) -> None:
         self.team = Team(threads)
@@ -65,13 +62,15 @@ class NumbaAttention:
         """
         if dtype not in _FUNCTIONS or torch.device(device).type != "cpu":
             raise ValueError(
-                f"numba attention keeps fp32, bf16 or fp16 pages on the CPU, not {dtype} on "
-                f"{device}"
+                f"numba attention keeps fp32, bf16, fp16 or int8 pages on the CPU, not {dtype} "
+                f"on {device}"
             )
-        keys, values = cache_shapes(
-            num_pages, page_size, num_kv_heads, head_dim, value_dim, 4 // dtype.itemsize
+        shape = AttentionShape(num_kv_heads, num_kv_heads, head_dim, value_dim, dtype.itemsize)
+        sizes = (shape.fields(page_size)[name] for name in (at.A_KEY_BYTES, at.A_VALUE_BYTES))
+        heads = (num_pages, num_kv_heads)
+        return LayerCache(
+            *(torch.empty((*heads, int(size) // dtype.itemsize), dtype=dtype) for size in sizes)
         )
-        return LayerCache(torch.empty(keys, dtype=dtype), torch.empty(values, dtype=dtype))
 
     def attend(
         self,

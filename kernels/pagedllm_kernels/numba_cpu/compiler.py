@@ -1,8 +1,8 @@
 """Compiles the interpreter and what it calls, once per storage type, by way of the disk.
 
 Owner: numba_cpu. Numba's cache of a function does not notice a change in a function that it
-calls, so the folder is named after the source of this whole package; within it, Numba and
-:mod:`native` tell processors apart.
+calls, so the folder is named after the source of all kernels; within it, Numba and :mod:`native`
+tell processors apart.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ import numpy as np
 from numba import types
 from numba.core import config
 
-from pagedllm_kernels.numba_cpu import interpreter, layout, native
+from pagedllm_kernels.numba_cpu import int8_programs, interpreter, layout, native
+from pagedllm_kernels.numba_cpu.int8_pages import INT8_UNITS
 from pagedllm_kernels.numba_cpu.simd import OPTIONS, TAGS, UNITS, unit_symbol
 from pagedllm_kernels.numba_cpu.tiles import attention_tiles, grouped_tiles, linear_tiles
 
@@ -74,9 +75,10 @@ def compile_soon(name: str) -> None:
 def _compile(name: str) -> Compiled:
     started = time.perf_counter()
     folder = cache_folder(config.CACHE_DIR)
-    purpose, tag = name.split("_")
-    tiles = linear_tiles(tag) | attention_tiles(tag)
-    units = [*interpreter.ATTENTION_UNITS]
+    purpose, tag, *other = name.split("_")
+    pages = other[0] if other else tag
+    tiles = linear_tiles(tag) | attention_tiles(pages)
+    units = [*(INT8_UNITS if other else ()), *interpreter.ATTENTION_UNITS]
     if purpose != "attention":
         units += interpreter.MODEL_UNITS
     if purpose == "quantized":
@@ -85,21 +87,24 @@ def _compile(name: str) -> Compiled:
     table = np.zeros(layout.NUM_TILES, dtype=np.int64)
     table[list(tiles)] = native.addresses(list(tiles.values()), folder)
     for unit in units:
-        _define(unit, tag, folder)
-    result = _cached(getattr(interpreter, name), types.void(types.int64), folder)
+        _define(unit, tag, pages, folder)
+    function = getattr(int8_programs if other else interpreter, name)
+    result = _cached(function, types.void(types.int64), folder)
     seconds = time.perf_counter() - started
     logger.info("kernel %s: %.1f s (%s)", name, seconds, "cached" if result.cache_hits else "new")
     return Compiled(result.address, table)
 
 
 @functools.cache
-def _define(unit: str, tag: str, folder: Path) -> Any:
+def _define(unit: str, tag: str, pages: str, folder: Path) -> Any:
     """Compile a unit, make its symbol known, and return what keeps it in memory."""
     function = UNITS[unit]
-    stored = {name: kind for kind, name in TAGS.items()}[tag]
-    kinds = [stored if p == "atag" else types.int64 for p in inspect.signature(function).parameters]
-    result = _cached(function, types.void(*kinds), folder)
-    symbol = unit_symbol(function, [tag] if stored in kinds else [])
+    tags = {"atag": tag, "ptag": pages, "wtag": "f32" if pages == "i8" else pages}
+    kinds = {name: kind for kind, name in TAGS.items()}
+    parameters = [*inspect.signature(function).parameters]
+    signature = [kinds[tags[p]] if p in tags else types.int64 for p in parameters]
+    result = _cached(function, types.void(*signature), folder)
+    symbol = unit_symbol(function, [tags[p] for p in parameters if p in tags])
     llvm.add_symbol(symbol, result.address)
     return result
 
@@ -141,7 +146,6 @@ def cache_folder(numba_cache: str) -> Path:
 @functools.cache
 def _source_hash() -> str:
     digest = hashlib.sha256(numba.__version__.encode())
-    folder = Path(__file__).parent
-    for path in (*sorted(folder.glob("*.py")), folder.parent / "quantized.py"):
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

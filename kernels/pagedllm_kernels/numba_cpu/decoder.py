@@ -54,14 +54,15 @@ def refusal(spec: Any, dtype: torch.dtype) -> str | None:
     return f"its width {odd[0]} is no multiple of {at.LANES}" if odd else None
 
 
-def compile_ahead(spec: Any, dtype: torch.dtype, quantized: bool = False) -> None:
+def compile_ahead(spec: Any, dtype: torch.dtype, quantized: bool, int8_pages: bool) -> None:
     """Start to compile what a decoder will need, in a thread beside the loading of weights."""
     if refusal(spec, dtype) is None:
-        compile_soon(_function(dtype, quantized))
+        compile_soon(_function(dtype, quantized, int8_pages))
 
 
-def _function(dtype: torch.dtype, quantized: bool) -> str:
-    return f"{'quantized' if quantized else 'model'}_{_TAGS[dtype]}"
+def _function(dtype: torch.dtype, quantized: bool, int8_pages: bool) -> str:
+    purpose = "quantized" if quantized else "model"
+    return f"{purpose}_{_TAGS[dtype]}{'_i8' if int8_pages else ''}"
 
 
 class CompiledDecoder:
@@ -72,22 +73,24 @@ class CompiledDecoder:
         weights: its weights, with the fields of ``DecoderWeights``; kept, not copied.
         team: the threads.
         page_size: tokens in a page.
+        int8_pages: whether keys and values are int8 rather than the weights' dtype.
     """
 
-    def __init__(self, spec: Any, weights: Any, team: Team, page_size: int) -> None:
+    def __init__(
+        self, spec: Any, weights: Any, team: Team, page_size: int, int8_pages: bool = False
+    ) -> None:
         self._spec, self._weights = spec, weights
         self._dtype: torch.dtype = weights.embedding.dtype
         self._itemsize = self._dtype.itemsize
-        self._shape = AttentionShape(
-            spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.head_dim, self._itemsize
-        )
+        sizes = (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.head_dim)
+        self._shape = AttentionShape(*sizes, 1 if int8_pages else self._itemsize)
         self._common = self._shape.fields(page_size)
         self._windows = list(dict.fromkeys(spec.windows))
         self._kept: list[tuple[torch.Tensor, float, torch.Tensor]] = []
         self._versions = -1
         self._units = self._groups = 0
         records = self._records()
-        function = _function(self._dtype, self._groups > 0)
+        function = _function(self._dtype, self._groups > 0, int8_pages)
         self._job = Job(team, function, records, FEW_ROWS, SPLIT_ROWS)
         codes = self._job.operations[:, at.CODE]
         self._writes, self._attends = (codes == code for code in (at.WRITE, at.ATTEND))

@@ -70,6 +70,14 @@ def load(builder: Any, address: Any, kind: Any, align: int = 4) -> Any:
     return value
 
 
+def load_units(builder: Any, address: Any, tag: str) -> Any:
+    """Load 16 units; int8 numbers, which are a byte each, come as fp32."""
+    if tag != "i8":
+        return load(builder, address, VI)
+    numbers = load(builder, address, ir.VectorType(I8, LANES), 1)
+    return builder.bitcast(builder.sitofp(numbers, VF), VI)
+
+
 def store(builder: Any, value: Any, address: Any, align: int = 4) -> None:
     """Store a value of any alignment at an address."""
     builder.store(value, pointer(builder, address, value.type)).align = align

@@ -74,13 +74,13 @@ def _tasks(op: int, job: int) -> int:
 
 @jit
 def _run_task(
-    op: int, job: int, task: int, scratch: int, model: Any, quantized: Any, atag: Any
+    op: int, job: int, task: int, scratch: int, model: Any, quantized: Any, atag: Any, ptag: Any
 ) -> None:
     code = field(op, at.CODE)
     if code == at.WRITE:
-        write(op, job, task, scratch, atag)
+        write(op, job, task, scratch, atag, ptag)
     elif code == at.ATTEND:
-        attend(op, job, task, scratch, atag)
+        attend(op, job, task, scratch, atag, ptag)
     elif code == at.PLAN:
         plan(op, job)
     if model is not None:
@@ -103,7 +103,7 @@ def _run_task(
 
 
 @jit
-def _run(job: int, model: Any, quantized: Any, atag: Any) -> None:
+def _run(job: int, model: Any, quantized: Any, atag: Any, ptag: Any) -> None:
     """Take part in a program.
 
     ``SYNC`` points to zeros: a thread counter, then per operation a line for the tasks done
@@ -127,7 +127,7 @@ def _run(job: int, model: Any, quantized: Any, atag: Any) -> None:
             while load_acquire(counter) < size:
                 task = fetch_add(counter, 1)
                 if task < size:
-                    _run_task(op, job, low + task, scratch, model, quantized, atag)
+                    _run_task(op, job, low + task, scratch, model, quantized, atag, ptag)
                     done += 1
         if done:
             fetch_add(done_at, done)
@@ -141,49 +141,50 @@ def _run(job: int, model: Any, quantized: Any, atag: Any) -> None:
 
 
 # The functions that are compiled: what for, and how activations and cache are stored. Sums,
-# norms and the residual stream are float32 in all of them.
+# norms and the residual stream are float32 in all of them. Those for pages in int8 are in
+# :mod:`int8_programs`.
 
 
 def attention_f32(job: int) -> None:
     """Attention alone."""
-    _run(job, None, None, F32)
+    _run(job, None, None, F32, F32)
 
 
 def attention_bf16(job: int) -> None:
     """Attention alone."""
-    _run(job, None, None, BF16)
+    _run(job, None, None, BF16, BF16)
 
 
 def attention_f16(job: int) -> None:
     """Attention alone."""
-    _run(job, None, None, F16)
+    _run(job, None, None, F16, F16)
 
 
 def model_f32(job: int) -> None:
     """A decoder's step."""
-    _run(job, True, None, F32)
+    _run(job, True, None, F32, F32)
 
 
 def model_bf16(job: int) -> None:
     """A decoder's step."""
-    _run(job, True, None, BF16)
+    _run(job, True, None, BF16, BF16)
 
 
 def model_f16(job: int) -> None:
     """A decoder's step."""
-    _run(job, True, None, F16)
+    _run(job, True, None, F16, F16)
 
 
 def quantized_f32(job: int) -> None:
     """A decoder's step with quantised weights, all or some."""
-    _run(job, True, True, F32)
+    _run(job, True, True, F32, F32)
 
 
 def quantized_bf16(job: int) -> None:
     """A decoder's step with quantised weights, all or some."""
-    _run(job, True, True, BF16)
+    _run(job, True, True, BF16, BF16)
 
 
 def quantized_f16(job: int) -> None:
     """A decoder's step with quantised weights, all or some."""
-    _run(job, True, True, F16)
+    _run(job, True, True, F16, F16)

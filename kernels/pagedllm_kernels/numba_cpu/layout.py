@@ -74,6 +74,7 @@ A_WIDTH = 36  # bytes of a row of weighted values, float32, a multiple of 16
 A_TILE_QUERIES = 37  # queries in a tile
 A_PART_BYTES = 38  # of a tile's partial result: sums, then two lines of statistics per row
 A_PER_BLOCK = 39  # pages in a block of keys
+A_KEY_STRIDE, A_VALUE_STRIDE = 40, 41  # bytes from unit to unit of keys, and of values
 
 # A task of ATTEND: int64 each, after the number of tasks, which takes the place of one
 TASK = 8 * FIELD  # bytes

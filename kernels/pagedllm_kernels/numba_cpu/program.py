@@ -49,6 +49,7 @@ class AttentionShape:
     head_dim: int
     value_dim: int
     itemsize: int
+    """Bytes of a number in pages; in those of one, keys and values have scales."""
 
     @property
     def group(self) -> int:
@@ -72,7 +73,8 @@ class AttentionShape:
 
     def fields(self, page_size: int) -> Fields:
         """Return the fields that every operation of attention has."""
-        slots = _up(page_size, LANES)
+        slots, unit = _up(page_size, LANES), 1 if self.itemsize == 1 else 4
+        scales = slots * 4 if self.itemsize == 1 else 0
         return {
             at.A_HEADS: self.num_heads,
             at.A_KV_HEADS: self.num_kv_heads,
@@ -81,8 +83,10 @@ class AttentionShape:
             at.A_GROUP: self.group,
             at.A_UNITS: self.units,
             at.A_SLOTS: slots,
-            at.A_KEY_BYTES: self.units * slots * 4,
-            at.A_VALUE_BYTES: slots * self.itemsize * _up(self.value_dim, LANES),
+            at.A_KEY_BYTES: self.units * slots * unit + scales,
+            at.A_VALUE_BYTES: slots * self.itemsize * _up(self.value_dim, LANES) + scales,
+            at.A_KEY_STRIDE: slots * unit,
+            at.A_VALUE_STRIDE: self.width * unit // 4,
             at.A_WIDTH: self.width,
             at.A_TILE_QUERIES: self.tile_queries,
             at.A_PART_BYTES: self.part_bytes,
@@ -91,8 +95,8 @@ class AttentionShape:
 
     @property
     def units(self) -> int:
-        """Units of 4 bytes in a key."""
-        return -(-self.head_dim * self.itemsize // 4)
+        """Units in a key, of 4 bytes or of one number in int8."""
+        return self.head_dim if self.itemsize == 1 else -(-self.head_dim * self.itemsize // 4)
 
     def query_bytes(self, tokens: int) -> int:
         """Bytes of the queries of a step, beside their KV heads."""
@@ -104,18 +108,8 @@ class AttentionShape:
         per_block = max(1, BLOCK_KEYS // page_size)
         groups = -(-per_block * _up(page_size, LANES) // (4 * LANES))
         lists = (groups + 1) * 32 + (per_block + 4) * 8 + at.LINE
-        return (
-            at.WORK + self.part_bytes + lists + rows * groups * 256 + _up(self.head_dim, LANES) * 4
-        )
-
-
-def cache_shapes(
-    num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, value_dim: int, per: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shapes of keys and values with ``per`` numbers to a unit of 4 bytes."""
-    slots = _up(page_size, LANES)
-    keys = (num_pages, num_kv_heads, -(-head_dim // per), slots, per)
-    return keys, (num_pages, num_kv_heads, slots // per, _up(value_dim, LANES), per)
+        row = _up(max(self.head_dim, self.value_dim), LANES) * 4
+        return at.WORK + self.part_bytes + lists + rows * groups * 256 + row
 
 
 class Job:

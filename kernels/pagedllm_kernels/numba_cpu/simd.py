@@ -51,23 +51,25 @@ def jit(function: _Fn) -> _Fn:
     return numba.njit(no_cpython_wrapper=True, **OPTIONS)(function)  # type: ignore[no-any-return]
 
 
-def unit(function: _Fn) -> _Fn:
+def unit(function: _Fn, only: str = "") -> _Fn:
     """Compile on its own, by :mod:`compiler`; Numba code calls it through a symbol.
 
     What Numba code calls otherwise is optimised anew in every function around it. Parameters
-    are addresses and numbers, int64, but for a tag, which is named ``atag``.
+    are addresses and numbers, int64, but for tags, whose names :mod:`compiler` knows. Where
+    ``only`` is the name of a tag, a call with another one does nothing.
     """
     UNITS[function.__name__] = function
 
     @intrinsic  # type: ignore[untyped-decorator]
     def caller(typingctx: Any, *args: Any) -> Any:
-        symbol = unit_symbol(function, [TAGS[a] for a in args if a in TAGS])
-        if llvm.address_of_symbol(symbol) is None:
+        tags = [TAGS[a] for a in args if a in TAGS]
+        symbol, called = unit_symbol(function, tags), not only or only in tags
+        if called and llvm.address_of_symbol(symbol) is None:
             raise TypeError(f"{symbol} is not compiled before what calls it")
 
         def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            values = cgutils.unpack_tuple(builder, args[0])
-            emit.call(builder, symbol, ir.VoidType(), values)
+            if called:
+                emit.call(builder, symbol, ir.VoidType(), cgutils.unpack_tuple(builder, args[0]))
             return context.get_dummy_value()
 
         return types.void(types.StarArgTuple.from_types(args)), codegen
@@ -304,9 +306,10 @@ def get(builder: Any, address: Any, tag: str) -> Any:
 
 @emits(NONE, REAL, INT, TAG)
 def put(builder: Any, value: Any, address: Any, tag: str) -> None:
-    """Store one float as ``tag``."""
-    if tag == "f32":
-        emit.store(builder, value, address)
+    """Store one float as ``tag``; as int8, one that is whole."""
+    if tag in ("f32", "i8"):
+        raw = value if tag == "f32" else builder.fptosi(value, I8)
+        emit.store(builder, raw, address, _SIZES[tag])
         return
     # Through a vector: one way of rounding, and no call into a C library.
     vector = emit.narrow(builder, emit.splat(builder, value, VF), tag)

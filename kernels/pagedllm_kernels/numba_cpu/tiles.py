@@ -1,7 +1,8 @@
 """Register tiles: the innermost loops of every product, written as LLVM vector IR.
 
 Owner: numba_cpu. Numbers are handled in *units* of 4 bytes: one fp32, two bf16 or fp16, four
-int8. :func:`_dot` multiplies a vector of 16 units by another and adds the products of each
+int8; but those of int8 pages one by one, which are fp32 once they are read.
+:func:`_dot` multiplies a vector of 16 units by another and adds the products of each
 unit into the 16 lanes of a sum; every tile is a loop around it whose sums stay in registers.
 
 - ``inner``: rows times rows, both contiguous along the sum; for few rows.
@@ -39,6 +40,7 @@ from pagedllm_kernels.numba_cpu.emit import (
     lanes_below,
     listed,
     load,
+    load_units,
     loop,
     masked_load,
     prefetch,
@@ -60,7 +62,8 @@ class Tile:
     rows: int
     columns: int
     tag: str
-    """``f32``, ``bf16`` or ``f16``; ``i8`` or ``i4`` of a grouped one's weights."""
+    """``f32``, ``bf16`` or ``f16``; ``i8`` of int8 pages; ``i8`` or ``i4`` of a grouped one's
+    weights."""
     extra: int = 0
 
     @property
@@ -128,7 +131,7 @@ def _dot(builder: Any, tag: str, total: Any, a: Any, b: Any) -> Any:
         a: <16 x i32>, 16 units.
         b: <16 x i32>, 16 units.
     """
-    if tag == "f32":
+    if tag in ("f32", "i8"):
         return fma(builder, builder.bitcast(a, VF), builder.bitcast(b, VF), total)
     if tag == "bf16" and FEATURES.bf16_dot:
         name = "llvm.x86.avx512bf16.dpbf16ps.512"
@@ -166,10 +169,10 @@ def _outer(builder: Any, tile: Tile, args: list[Any]) -> None:
 
     def body(u: Any, sums: list[Any]) -> list[Any]:
         offset = builder.mul(u, b_stride)
-        b_units = [load(builder, builder.add(row, offset), VI) for row in b_rows]
-        line, step = builder.shl(u, index(6)), builder.shl(u, index(2))
+        b_units = [load_units(builder, builder.add(row, offset), tile.tag) for row in b_rows]
+        step = builder.shl(u, index(2))
         for address in ahead:
-            prefetch(builder, builder.add(address, line), 2)
+            prefetch(builder, builder.add(address, offset), 2)
         changed = []
         for i, row in enumerate(a_rows):
             unit = splat(builder, load(builder, builder.add(row, step), I32), VI)
@@ -199,7 +202,7 @@ def _weigh(builder: Any, tile: Tile, args: list[Any]) -> None:
     targets = rows(builder, c, c_stride, tile.rows, index(tile.rows))
     places = [builder.add(row, index(LINE * j)) for row in targets for j in range(width)]
     p_rows = rows(builder, p, p_stride, tile.rows, index(tile.rows))
-    one = index(1)
+    one, line = index(1), LINE // 4 if tile.tag == "i8" else LINE
 
     def page_at(number: Any) -> Any:
         entry = builder.add(page_list, builder.shl(number, index(3)))
@@ -207,13 +210,14 @@ def _weigh(builder: Any, tile: Tile, args: list[Any]) -> None:
 
     def fetch(number: Any, u: Any) -> None:
         page = page_at(builder.add(number, index(4)))
-        line = builder.add(page, builder.mul(u, v_stride))
-        for j in range(width if tile.extra else 0):
-            prefetch(builder, builder.add(line, index(LINE * j)), 2)
+        place = builder.add(page, builder.mul(u, v_stride))
+        for j in range(0, width * line if tile.extra else 0, LINE):
+            prefetch(builder, builder.add(place, index(j)), 2)
 
     def add_unit(page: Any, number: Any, u: Any, sums: list[Any], mask: Any = None) -> list[Any]:
         source = builder.add(page, builder.mul(u, v_stride))
-        values = [load(builder, builder.add(source, index(LINE * j)), VI) for j in range(width)]
+        places = [builder.add(source, index(line * j)) for j in range(width)]
+        values = [load_units(builder, place, tile.tag) for place in places]
         fetch(number, u)
         if mask is not None:
             values = [builder.and_(value, mask) for value in values]

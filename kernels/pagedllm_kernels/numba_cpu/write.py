@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from pagedllm_kernels.numba_cpu import layout as at
+from pagedllm_kernels.numba_cpu.int8_pages import beside, round_row
 from pagedllm_kernels.numba_cpu.layout import LANES, WORK
 from pagedllm_kernels.numba_cpu.rows import ONE, ZERO
 from pagedllm_kernels.numba_cpu.simd import (
@@ -33,12 +34,12 @@ WRITE_ROWS = 4  # of a task
 
 
 @unit
-def write(op: int, job: int, task: int, scratch: int, atag: Any) -> None:
+def write(op: int, job: int, task: int, scratch: int, atag: Any, ptag: Any) -> None:
     """Norm, rotate and store the queries, keys and values of ``WRITE_ROWS`` rows."""
     tokens = field(job, at.NUM_TOKENS)
     heads, group = field(op, at.A_HEADS), field(op, at.A_GROUP)
     dim, value_dim = field(op, at.A_DIM), field(op, at.A_VALUE_DIM)
-    page_size = field(job, at.PAGE_SIZE)
+    page_size, qtag = field(job, at.PAGE_SIZE), beside(ptag)
     size = 4 if field(op, at.W_IN_F32) else itemsize(atag)
     row_bytes = field(op, at.A_UNITS) * 4
     turned = scratch + WORK
@@ -49,9 +50,9 @@ def write(op: int, job: int, task: int, scratch: int, atag: Any) -> None:
             _turn(op, job, t, source + head * dim * size, field(op, at.W_Q_NORM), turned, atag)
             place = field(job, at.QUERIES)
             place += ((head // group * tokens + t) * group + head % group) * row_bytes
-            for d in range(0, row_bytes // itemsize(atag), LANES):
-                count = min(LANES, row_bytes // itemsize(atag) - d)
-                vstore_some(vload(turned + 4 * d, F32), place + d * itemsize(atag), count, atag)
+            for d in range(0, row_bytes // itemsize(qtag), LANES):
+                count = min(LANES, row_bytes // itemsize(qtag) - d)
+                vstore_some(vload(turned + 4 * d, F32), place + d * itemsize(qtag), count, qtag)
         slot = load64(field(job, at.SLOT_MAPPING) + 8 * t)
         page, offset = slot // page_size * field(op, at.A_KV_HEADS), slot % page_size
         keys = via(job, op, at.W_KEY_AT) + field(op, at.W_KEY_OFFSET)
@@ -60,26 +61,31 @@ def write(op: int, job: int, task: int, scratch: int, atag: Any) -> None:
         values += t * field(op, at.W_VALUE_STRIDE)
         for head in range(field(op, at.A_KV_HEADS)):
             _turn(op, job, t, keys + head * dim * size, field(op, at.W_K_NORM), turned, atag)
-            _write_key(op, page + head, offset, turned, atag)
-            _write_value(op, page + head, offset, values + head * value_dim * size, atag)
+            end = field(op, at.A_KEYS) + (page + head + 1) * field(op, at.A_KEY_BYTES)
+            round_row(turned, dim, end + (offset - field(op, at.A_SLOTS)) * 4, ptag)
+            _write_key(op, end - field(op, at.A_KEY_BYTES), offset, turned, ptag)
+            _read(op, values + head * value_dim * size, value_dim, turned, atag)
+            end = field(op, at.A_VALUES) + (page + head + 1) * field(op, at.A_VALUE_BYTES)
+            round_row(turned, value_dim, end + (offset - field(op, at.A_SLOTS)) * 4, ptag)
+            _write_value(op, end - field(op, at.A_VALUE_BYTES), offset, turned, ptag)
 
 
 @jit
-def _read(op: int, source: int, d: int, atag: Any) -> float:
-    """Return number d of a row of the input."""
-    if field(op, at.W_IN_F32):
-        return get(source + 4 * d, F32)
-    return get(source + itemsize(atag) * d, atag)
+def _read(op: int, source: int, dim: int, out: int, atag: Any) -> None:
+    """Read one head of the input into float32 ``out``, zero up to a multiple of 16."""
+    wide = field(op, at.W_IN_F32)
+    for d in range(dim):
+        x = get(source + 4 * d, F32) if wide else get(source + itemsize(atag) * d, atag)
+        put(x, out + 4 * d, F32)
+    for d in range(dim, round_up(dim, LANES)):
+        put(ZERO, out + 4 * d, F32)
 
 
 @jit
 def _turn(op: int, job: int, t: int, source: int, weight: int, out: int, atag: Any) -> None:
     """Norm and rotate one head into float32 ``out``, zero up to a multiple of 16."""
     dim = field(op, at.A_DIM)
-    for d in range(dim):
-        put(_read(op, source, d, atag), out + 4 * d, F32)
-    for d in range(dim, round_up(dim, LANES)):
-        put(ZERO, out + 4 * d, F32)
+    _read(op, source, dim, out, atag)
     if weight:
         total = ZERO
         for d in range(dim):
@@ -101,20 +107,17 @@ def _turn(op: int, job: int, t: int, source: int, weight: int, out: int, atag: A
 
 
 @jit
-def _write_key(op: int, page: int, offset: int, source: int, atag: Any) -> None:
-    size, step = itemsize(atag), field(op, at.A_SLOTS) * 4
-    per = 4 // size
-    place = field(op, at.A_KEYS) + page * field(op, at.A_KEY_BYTES) + offset * 4
+def _write_key(op: int, head: int, offset: int, source: int, ptag: Any) -> None:
+    per, size = 4 // itemsize(beside(ptag)), itemsize(ptag)
     for u in range(field(op, at.A_UNITS)):
+        place = head + u * field(op, at.A_KEY_STRIDE) + offset * per * size
         for i in range(per):
-            put(get(source + 4 * (u * per + i), F32), place + u * step + i * size, atag)
+            put(get(source + 4 * (u * per + i), F32), place + i * size, ptag)
 
 
 @jit
-def _write_value(op: int, page: int, offset: int, source: int, atag: Any) -> None:
-    size = itemsize(atag)
-    per = 4 // size
-    place = field(op, at.A_VALUES) + page * field(op, at.A_VALUE_BYTES)
-    place += offset // per * field(op, at.A_WIDTH) + offset % per * size
+def _write_value(op: int, head: int, offset: int, source: int, ptag: Any) -> None:
+    per, size = 4 // itemsize(beside(ptag)), itemsize(ptag)
+    place = head + offset // per * field(op, at.A_VALUE_STRIDE) + offset % per * size
     for d in range(field(op, at.A_VALUE_DIM)):
-        put(_read(op, source, d, atag), place + 4 * d, atag)
+        put(get(source + 4 * d, F32), place + d * per * size, ptag)
