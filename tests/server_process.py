@@ -16,21 +16,28 @@ from contextlib import contextmanager
 import httpx
 import psutil
 
+from preloaded import Process
+
 BANNER = re.compile(r"^pagedllm serves .* at (https?://\S+) on .*tokens$")
 
 
 class ServerProcess:
     """A server that is up; ``url`` is where."""
 
-    def __init__(self, *arguments, env=None, wait=True):
+    def __init__(self, *arguments, env=None, wait=True, preloaded=False):
         self.lines, self.errors = [], []
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "pagedllm.cli.main", "serve", *map(str, arguments)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **(env or {})},
-        )
+        command = ["-m", "pagedllm.cli.main", "serve", *map(str, arguments)]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **(env or {})}
+        if preloaded:
+            self.process = Process(command, env=env)
+        else:
+            self.process = subprocess.Popen(
+                [sys.executable, *command],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=env,
+            )
         self.ready = threading.Event()
         self.url = None
         self.threads = [
@@ -101,7 +108,8 @@ class ServerProcess:
 @contextmanager
 def serving(model, *arguments, **options):
     """A server for as long as the block runs; it must end with status 0."""
-    server = ServerProcess(model, "--port", "0", "--threads", "1", *arguments, **options)
+    flags = ("--port", "0", "--threads", "1", *arguments)
+    server = ServerProcess(model, *flags, preloaded=True, **options)
     try:
         yield server
         assert server.process.poll() is None, server.output

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+import preloaded
 from pagedllm import LLM, SamplingParams
 
 if TYPE_CHECKING:
@@ -31,14 +32,7 @@ def model(smollm2_path: Path) -> list[str]:
 
 
 def _pipe(text: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *arguments],
-        input=text,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    return preloaded.run([*COMMAND[1:], *arguments], text=text)
 
 
 def test_a_turn_per_line_with_history_and_reset(smollm2_path: Path, model: list[str]) -> None:
@@ -141,7 +135,7 @@ def test_control_c_stops_the_answer_and_not_the_program(terminal: Terminal) -> N
     for attempt in range(4):  # a key pressed before the prompt listens is lost on any terminal
         terminal.type("half a li\x03")
         try:
-            terminal.wait_for("Ctrl-D.*> ", seconds=8)
+            terminal.wait_for("Ctrl-D.*> ", seconds=4)
             break
         except TimeoutError:
             assert attempt < 3, "Ctrl-C at the prompt is not noticed"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+import preloaded
 from pagedllm import LLM, SamplingParams
 from pagedllm.cli.main import main
 
@@ -57,10 +58,8 @@ def _out(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_one_prompt_prints_its_continuation_and_nothing_else(
     real_model: list[str], smollm2_path: Path
 ) -> None:
-    command = [sys.executable, "-m", "pagedllm.cli.main", "generate", PROMPTS[0]]
-    result = subprocess.run(
-        [*command, *GREEDY, *real_model], capture_output=True, text=True, timeout=120, check=False
-    )
+    command = ["-m", "pagedllm.cli.main", "generate", PROMPTS[0]]
+    result = preloaded.run([*command, *GREEDY, *real_model])
     assert result.returncode == 0, result.stderr
     assert result.stdout == _texts(smollm2_path)[0] + "\n"
     assert "Paris" in result.stdout

@@ -57,8 +57,8 @@ def test_pages_in_int8_change_little_and_take_half(smollm2_path, capsys, rows):
     assert found["top1_agreement"] > 0.9
 
 
-def test_sizes_alone(smollm2_path, capsys):
-    found, _ = report(capsys, smollm2_path, "--quantization", "int4", "--threads", 1)
+def test_sizes_alone(tiny_with_text, capsys):
+    found, _ = report(capsys, tiny_with_text, "--quantization", "int4", "--threads", 1)
     assert found["ratio"] < 0.4
     assert "kl_mean" not in found
 

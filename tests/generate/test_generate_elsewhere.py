@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 import pagedllm
+import preloaded
 
 ROOT = Path(__file__).parents[2]
 
@@ -106,9 +105,6 @@ def test_the_benchmark_prints_a_line_of_json(tiny_with_text: Path, tmp_path: Pat
 
 
 def _run(*arguments: str, cwd: Path) -> str:
-    done = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, check=False, cwd=cwd,
-        timeout=400,
-    )  # fmt: skip
+    done = preloaded.run(arguments, cwd=cwd)
     assert done.returncode == 0, done.stderr
     return done.stdout

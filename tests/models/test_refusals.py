@@ -301,7 +301,7 @@ def test_settings_with_wrong_values(tmp_path):
     path = str(tmp_path)
     with pytest.raises(ConfigError, match=r"model_impl is 'fast'.*auto, native, generic"):
         load_model(path, model_impl="fast")
-    with pytest.raises(ConfigError, match=r"dtype is 'int8'.*float32"):
+    with pytest.raises(ConfigError, match=r"dtype: 'int8'.*float32"):
         load_model(path, dtype="int8")
     with pytest.raises(ConfigError, match=r"'flash'.*reference"):
         load_model(path, attention="flash")

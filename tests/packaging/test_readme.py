@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import preloaded
+
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text()
 SNIPPETS = re.findall(r"^```python\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
@@ -19,9 +21,7 @@ COMMANDS = re.findall(r"^(pagedllm .*)$", TEXT, re.MULTILINE)
 def test_snippet_runs_as_a_script(number, smollm2_path, tmp_path):
     script = tmp_path / "snippet.py"
     script.write_text(SNIPPETS[number])
-    run = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, check=False, cwd=tmp_path
-    )
+    run = preloaded.run([script], cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     assert "Traceback" not in run.stderr
     assert run.stdout.strip()

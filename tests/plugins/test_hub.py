@@ -17,6 +17,8 @@ from urllib.parse import unquote, urlparse
 
 import pytest
 
+import preloaded
+
 SHA = "0123456789abcdef0123456789abcdef01234567"
 FILES = {
     "config.json": b"{}",
@@ -394,8 +396,6 @@ def test_snapshot_without_all_its_shards_is_refused_by_name(hub):
 def test_the_page_about_it_runs(smollm2_path, tmp_path):
     page = Path(__file__).parents[2] / "docs/models.md"
     [snippet] = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
-    run = subprocess.run(
-        [sys.executable, "-c", snippet], capture_output=True, text=True, check=False, cwd=tmp_path
-    )
+    run = preloaded.run(["-c", snippet], cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == "LlamaForCausalLM"

@@ -12,6 +12,7 @@ import sys
 import pytest
 
 import pagedllm
+import preloaded
 from pagedllm import LLM, AsyncLLM, EngineError, SamplingParams, ValidationError
 from pagedllm._named import NamedProcessor
 from plugin_site import installed
@@ -201,12 +202,7 @@ def test_what_cannot_reach_the_engines_process_fails_alone(llm, tmp_path, monkey
 def test_the_command_line_takes_names_and_json(site, tiny_with_text):
     def generate(*flags):
         command = ["generate", "Hi", "--model", str(tiny_with_text), "--max-tokens", "3", "--json"]
-        return subprocess.run(
-            [sys.executable, "-m", "pagedllm.cli.main", *command, *flags],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        return preloaded.run(["-m", "pagedllm.cli.main", *command, *flags])
 
     run = generate("--logits-processors", json.dumps({"name": "only", "token_id": 15}))
     assert run.returncode == 0, run.stderr
