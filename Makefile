@@ -8,9 +8,9 @@ VENV ?= .venv
 TORCH_INDEX ?=
 TESTS ?=
 PYTEST_ARGS ?=
-# Tests compute on one thread each, so two processes fill two cores. More of them would each
-# hold models in memory for little gain.
-WORKERS ?= 2
+# Tests compute on one thread each, and an eighth of their time they wait, for a server or a clock:
+# three processes fill two cores. Each holds models, about 1.5 GiB.
+WORKERS ?= 3
 
 # The suite starts a hundred processes, and all read the same modules: bytecode is kept.
 unexport PYTHONDONTWRITEBYTECODE
