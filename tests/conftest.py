@@ -44,12 +44,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that have slow tests: a run ends when its last file does."""
     slow = {item.path for item in items if item.get_closest_marker("slow") is not None}
     items.sort(key=lambda item: item.path not in slow)
-    # Tracing makes a test half as slow again, and other parameters hardly reach other lines:
-    # coverage is measured in the first case of each test.
+    # Tracing takes a fifth of a test's time, and other parameters hardly reach other lines:
+    # coverage is measured in the first case of each test, and where the engine is tested.
     traced = set()
     for item in items:
         test = item.nodeid.partition("[")[0]
-        if test in traced:
+        if test in traced or item.path.parent.name in ("kernels", "langchain"):
             item.add_marker("no_cover")
         traced.add(test)
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import random
 import re
-import subprocess
-import sys
 import time
 
 import pytest
 
+import preloaded
 from in_step import slowly
 from pagedllm import LLM, EngineError, SamplingParams, ValidationError
 from pagedllm.structured import StructuredOutput
@@ -281,9 +280,9 @@ with LLM({str(tiny_text_model)!r}, num_pages=8) as llm:
     except ValueError as error:
         print(error)
 """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    run = preloaded.run(["-c", code])
     lines = run.stdout.splitlines()
-    assert lines[0] == "2"
+    assert lines[0] == "2", run.stderr
     assert "pip install 'pagedllm[structured]'" in lines[1]
 
 
