@@ -232,6 +232,7 @@ def test_hanging_up_ends_the_first_of_several_requests(here):
     with here.client(ask * 2):
         wait_until(lambda: here.streaming == 1)
     wait_until(lambda: here.streaming == 0)
+    assert here.streaming == 0  # and the second one has not begun either
 
 
 # -- what is no request ---------------------------------------------------------------
@@ -284,6 +285,7 @@ def test_requests_that_nobody_waits_for_are_not_kept(here):
         if "H11" not in str(here.server.config.http_protocol_class.__mro__):  # which keeps bytes
             everything(connection)
     wait_until(lambda: here.streaming == 0)
+    assert here.ask(HEALTH + "Connection: close\r\n\r\n")[0] == 503  # the others are served
 
 
 def test_what_is_no_http_is_said_so(here):
