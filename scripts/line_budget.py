@@ -18,14 +18,15 @@ from pathlib import Path
 
 CHECKED = ("backend", "kernels", "integrations", "plugins")
 # Not part of what runs a request: the command, the settings' and plugins' plumbing, the
-# grammars and parsers that stand on the engine's public mechanism for masks, and the cache of
-# answers, which stands before the engine.
+# grammars and parsers that stand on the engine's public mechanism for masks, the cache of
+# answers, which stands before the engine, and what a start remembers of the one before.
 AROUND = (
     "backend/pagedllm/cli/",
     "backend/pagedllm/structured/",
     "backend/pagedllm/config.py",
     "backend/pagedllm/_",
     "backend/pagedllm/hookspecs.py",
+    "backend/pagedllm/models/known.py",
     "backend/pagedllm/plugins.py",
     "backend/pagedllm/response_cache/",
     "backend/pagedllm/testing/",
@@ -44,7 +45,7 @@ QUANTISED = (
 )
 # Pages outside the engine's memory, by a plugin's store.
 STORED = ("backend/pagedllm/kv_store/",)
-BUDGETS = {"engine": 9_000, "quantised": 700, "stored": 300, "around": 5_000}
+BUDGETS = {"engine": 9_000, "quantised": 700, "stored": 300, "around": 5_100}
 """The engine and its kernels are whatever a request passes through."""
 PER_FILE = 450
 LAYOUT = {

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from pagedllm._named import find, make
+from pagedllm._recall import recalled_tokenizer, whole_tokenizer
 from pagedllm._sinks import close_after, make_reporters
 from pagedllm.config import Config
 from pagedllm.engine.driven import Room
@@ -24,7 +25,8 @@ from pagedllm.engine.intake import NO_TOKENIZER, Intake
 from pagedllm.engine.loop import EngineLoop
 from pagedllm.engine.remote import RemoteLoop
 from pagedllm.engine.requests import RequestState
-from pagedllm.engine.text import TokenDecoder, load_tokenizer
+from pagedllm.engine.text import TokenDecoder
+from pagedllm.engine.tokenizer import load_tokenizer
 from pagedllm.errors import ConfigError, ValidationError
 from pagedllm.kv_store.loop import StoringLoop
 from pagedllm.kv_store.store import make_kv_store
@@ -91,6 +93,7 @@ class Client:
         try:
             tokenizer = _tokenizer(config, str(resolved.path))
             if store is not None:
+                tokenizer = whole_tokenizer(tokenizer)
                 identity = engine_identity(config, resolved, loop.info, tokenizer)
                 entry = ResponseCaching(loop, store, identity)
             self._start(config, loop, tokenizer, entry, reporters)
@@ -182,7 +185,7 @@ class Client:
                 "the engine has no tokenizer; start it without skip_tokenizer_init",
                 "skip_tokenizer_init",
             )
-        return self._tokenizer
+        return whole_tokenizer(self._tokenizer)
 
     def tokenize(self, text: str) -> list[int]:
         """Return a prompt's token ids, special tokens included; any thread may call it.
@@ -353,11 +356,14 @@ def _make_there(config: Config, resolved: ResolvedModel) -> tuple[EngineLoop, To
 def _tokenizer(config: Config, path: str) -> PreTrainedTokenizerBase | None:
     if config.skip_tokenizer_init:
         return None
-    return load_tokenizer(
-        config.tokenizer or path,
+    source = config.tokenizer or path
+    load = partial(
+        load_tokenizer,
+        source,
         trust_remote_code=config.trust_remote_code,
         revision=config.revision if config.tokenizer is None else None,
     )
+    return recalled_tokenizer(source, load, fresh=config.trust_remote_code)
 
 
 def _load_model(config: Config, path: str) -> PagedModel:

@@ -109,7 +109,10 @@ class Service:
             # A GPU's driver may take its process with it, and there is more for the host to do.
             on_gpu = config.resolve().device.startswith("cuda")
             config = config.replace(engine="process" if on_gpu else "thread")
-        return AsyncLLM(config)
+        llm = AsyncLLM(config)
+        if not config.skip_tokenizer_init:
+            _ = llm.tokenizer  # loaded in full now, rather than while the first chat waits
+        return llm
 
     async def _watch(self) -> None:
         """Notice an engine that has stopped, and make a new one."""

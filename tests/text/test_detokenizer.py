@@ -133,7 +133,7 @@ def test_the_real_tokenizer_on_random_tokens(smollm2_tokenizer, data):
 
 @pytest.fixture(scope="module")
 def smollm2_tokenizer(smollm2_path):
-    from pagedllm.engine.text import load_tokenizer
+    from pagedllm.engine.tokenizer import load_tokenizer
 
     return load_tokenizer(smollm2_path)
 

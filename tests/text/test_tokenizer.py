@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from pagedllm.engine.text import (
+from pagedllm.engine.tokenizer import (
     bad_words_to_ids,
     encode_prompt,
     load_tokenizer,

@@ -82,7 +82,7 @@ def measure(config: Config, text: str | None, options: argparse.Namespace) -> di
     import torch
 
     from pagedllm.client import _load_model, quantizer_for
-    from pagedllm.engine.text import load_tokenizer
+    from pagedllm.engine.tokenizer import load_tokenizer
     from pagedllm.plugins import resolve_model
     from pagedllm.worker.device import bytes_per_page
 

@@ -15,7 +15,7 @@ from numbers import Number
 from typing import TYPE_CHECKING, Any
 
 from pagedllm._named import with_processors
-from pagedllm.engine import text
+from pagedllm.engine.tokenizer import bad_words_to_ids, encode_prompt, render_chat
 from pagedllm.errors import RequestTooLongError, ValidationError
 from pagedllm.sampling_params import SamplingParams
 from pagedllm.structured.grammar import GrammarCompiler
@@ -138,7 +138,7 @@ class Intake:
         if self._tokenizer is None:
             raise ValidationError(NO_TOKENIZER.format("a chat"))
         with self._lock:
-            return text.render_chat(
+            return render_chat(
                 self._tokenizer,
                 messages,
                 tools=tools,
@@ -151,7 +151,7 @@ class Intake:
         if self._tokenizer is None:
             raise ValidationError(NO_TOKENIZER.format("a text prompt"), "prompt")
         with self._lock:
-            return text.encode_prompt(self._tokenizer, prompt)
+            return encode_prompt(self._tokenizer, prompt)
 
     def max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         """Return the tokens that a request may generate."""
@@ -259,7 +259,7 @@ class Intake:
         if not params.bad_words or self._tokenizer is None:
             return ()
         with self._lock:
-            words = text.bad_words_to_ids(self._tokenizer, params.bad_words)
+            words = bad_words_to_ids(self._tokenizer, params.bad_words)
         return tuple(tuple(word) for word in words)
 
 

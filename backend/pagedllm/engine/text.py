@@ -10,30 +10,12 @@ from __future__ import annotations
 from itertools import islice, product
 from typing import TYPE_CHECKING, Any
 
-from pagedllm.engine.tokenizer import (
-    bad_words_to_ids,
-    encode_prompt,
-    load_tokenizer,
-    render_chat,
-)
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from transformers import PreTrainedTokenizerBase
 
     from pagedllm.sampling_params import SamplingParams
-
-__all__ = [
-    "IncrementalDetokenizer",
-    "OutputText",
-    "StopStrings",
-    "TokenDecoder",
-    "bad_words_to_ids",
-    "encode_prompt",
-    "load_tokenizer",
-    "render_chat",
-]
 
 _BROKEN = "\ufffd"
 """What decoders write for bytes that are no character, or not yet one."""

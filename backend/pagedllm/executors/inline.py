@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
+import torch
+
 from pagedllm.errors import EngineClosedError
+from pagedllm.worker.worker import Worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -17,7 +20,6 @@ if TYPE_CHECKING:
     from pagedllm.config import Config
     from pagedllm.models.base import PagedModel
     from pagedllm.types import ModelInfo, ScheduleStep, StepOutput
-    from pagedllm.worker.worker import Worker
     from pagedllm_kernels.types import LayerCache
 
 
@@ -39,10 +41,6 @@ class InlineExecutor:
 
     def start(self) -> ModelInfo:
         """Load the model and allocate its pages."""
-        import torch
-
-        from pagedllm.worker.worker import Worker
-
         if self._config.threads is not None:
             torch.set_num_threads(self._config.threads)
         self._worker = Worker(self._load(), self._config)

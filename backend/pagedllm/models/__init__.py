@@ -1,6 +1,6 @@
 """Models on a paged cache: native and generic tiers behind one interface.
 
-Owner: models. Invariant: importing this package imports neither torch nor transformers.
+Owner: models. Invariant: importing this package does not import transformers.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,30 +20,39 @@ _WEIGHTS = "model.safetensors"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Checkpoint:
     """A folder with a model in it."""
 
     folder: Path
-    config: Any
-    """Of transformers."""
+    raw: dict[str, Any]
+    """What config.json says."""
     files: tuple[Path, ...]
     """Shards, in safetensors."""
+    trust_remote_code: bool = False
+
+    @cached_property
+    def config(self) -> Any:
+        """Of transformers, read when it is first wanted.
+
+        Raises:
+            UnsupportedModelError: transformers does not know what it describes.
+        """
+        return _config(self.folder, self.raw, self.trust_remote_code)
 
 
 def open_checkpoint(path: str, *, trust_remote_code: bool = False) -> Checkpoint:
-    """Check a folder and read its configuration.
+    """Check that a folder and its weights are whole.
 
     Raises:
         ModelNotFoundError: there is none, or a file of it is missing.
-        UnsupportedModelError: transformers does not know what the configuration describes.
     """
     folder = _folder(path)
     raw = _read_json(folder / "config.json")
     files = _weight_files(folder)
     for file in files:
         _check_header(file)
-    return Checkpoint(folder, _config(folder, raw, trust_remote_code), files)
+    return Checkpoint(folder, raw, files, trust_remote_code)
 
 
 def _folder(path: str) -> Path:
@@ -134,6 +144,4 @@ def eos_token_ids(checkpoint: Checkpoint) -> frozenset[int]:
 
 def token_set(value: Any) -> frozenset[int]:
     """Return an ``eos_token_id`` as a set: it may be a number, a list or None."""
-    if value is None:
-        return frozenset()
-    return frozenset({value} if isinstance(value, int) else {int(token) for token in value})
+    return frozenset([value] if isinstance(value, int) else map(int, value or ()))

@@ -27,12 +27,7 @@ _SCALES = re.compile(r"[._](scales?|scale_inv|q?zeros|zero_points?|absmax|g_idx)
 
 
 def load_transformers(
-    checkpoint: Checkpoint,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    trust_remote_code: bool,
-    progress: bool,
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, *, progress: bool
 ) -> PreTrainedModel:
     """Build a checkpoint's own class with its weights.
 
@@ -55,7 +50,7 @@ def load_transformers(
                 dtype=dtype,
                 attn_implementation="eager",
                 use_safetensors=True,
-                trust_remote_code=trust_remote_code,
+                trust_remote_code=checkpoint.trust_remote_code,
                 output_loading_info=True,
             )
             model = model.to(device)

@@ -7,14 +7,12 @@ with its reason.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+
+import torch
 
 from pagedllm._kinds import BadValue
 from pagedllm.config import DTYPES
 from pagedllm.errors import ConfigError
-
-if TYPE_CHECKING:
-    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +33,6 @@ def choose_dtype(
     Raises:
         ConfigError: ``wanted`` is no dtype that a model can run in.
     """
-    import torch
-
     if isinstance(stored, str):
         stored = getattr(torch, stored.removeprefix("torch."), None)
     if wanted == "auto":

@@ -7,19 +7,33 @@ full, else the generic one, and logs why; a tier that the caller names is used o
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from pagedllm._recall import Recall
 from pagedllm.errors import ConfigError, UnsupportedModelError
+from pagedllm.models.checkpoint import Checkpoint, eos_token_ids, open_checkpoint, token_set
+from pagedllm.models.decoder import NativeModel
+from pagedllm.models.families import spec_from_config
+from pagedllm.models.generic import GenericModel, shared_copy
+from pagedllm.models.hub import load_transformers
+from pagedllm.models.known import Known, keep
+from pagedllm.models.precision import choose_dtype
+from pagedllm.models.quantizing import Quantizer, QuantizingSource, quantize_modules
+from pagedllm.models.sources import ModuleSource, SafetensorsSource
+from pagedllm.models.support import check_class, check_supported, plain_model
+from pagedllm.models.weights import load_weights
+from pagedllm_kernels import select_attention
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import torch
     from transformers import PreTrainedModel
 
     from pagedllm.models.base import PagedModel
-    from pagedllm.models.decoder import NativeModel
-    from pagedllm.models.quantizing import Quantizer
     from pagedllm.models.spec import DecoderSpec
     from pagedllm.models.weights import TensorSource
     from pagedllm_kernels.types import AttentionBackend
@@ -60,74 +74,97 @@ def load_model(
         UnsupportedModelError: it cannot be run correctly; the message names its class.
         ConfigError: a setting has a wrong value.
     """
-    import torch
-
-    from pagedllm.models.checkpoint import eos_token_ids, open_checkpoint
-    from pagedllm.models.precision import choose_dtype
-    from pagedllm.models.quantizing import QuantizingSource, quantize_modules
-    from pagedllm.models.support import check_supported, plain_model
-
     _check_tier(model_impl)
     place = torch.device(device)
     checkpoint = open_checkpoint(path, trust_remote_code=trust_remote_code)
-    config = checkpoint.config
-    architecture = check_supported(config, trust_remote_code=trust_remote_code)
-    chosen = choose_dtype(dtype, getattr(config, "dtype", None), place)
+    # Code that comes with a model may describe it in another way each time.
+    recall = Recall(checkpoint.folder) if not trust_remote_code else None
+    known = Known.recalled(recall) if recall and model_impl != "generic" else None
+    config = None
+    if known is not None:
+        architecture, stored, eos = known.spec.architecture, known.dtype, known.eos_token_ids
+    else:
+        config = checkpoint.config
+        architecture = check_supported(config, trust_remote_code=trust_remote_code)
+        stored, eos = getattr(config, "dtype", None), eos_token_ids(checkpoint)
+    chosen = choose_dtype(dtype, stored, place)
     backend = _attention(attention, place, chosen)
-    eos = eos_token_ids(checkpoint)
-    held: PreTrainedModel | None = None
-
-    def whole() -> PreTrainedModel:
-        from pagedllm.models.hub import load_transformers
-
-        return held or load_transformers(
-            checkpoint, chosen, place, trust_remote_code=trust_remote_code, progress=progress
-        )
-
-    def native(spec: DecoderSpec) -> NativeModel:
-        from pagedllm.models.decoder import NativeModel
-        from pagedllm.models.sources import ModuleSource, SafetensorsSource
-        from pagedllm.models.weights import load_weights
-
-        if backend.name == "numba":
-            from pagedllm_kernels.numba_cpu.decoder import compile_ahead
-
-            quantized = quantizer is not None and quantizer.custom is None
-            compile_ahead(spec, chosen, quantized, int8_pages)
-        source: TensorSource = SafetensorsSource(checkpoint.files, chosen, place)
-        if held is not None:
-            plain_model(held)
-            source = ModuleSource(held)
-        if quantizer is not None:
-            source = QuantizingSource(source, quantizer)
-        return NativeModel(spec, load_weights(spec, source, _bar(progress)), backend, eos)
-
-    def generic() -> PagedModel:
-        from pagedllm.models.generic import GenericModel
-
-        model = whole()
-        if quantizer is not None:
-            quantize_modules(model, quantizer)
-        return GenericModel(model, backend, eos)
-
+    loading = _Loading(checkpoint, chosen, place, backend, eos, quantizer, int8_pages, progress)
     if getattr(config, "quantization_config", None) is not None:
-        if quantizer is not None:
+        recall, config = None, loading.read_quantized(architecture)
+    read = partial(spec_from_config, config) if known is None else lambda: known.spec
+    loaded = _in_tier(read, architecture, model_impl, loading.native, loading.generic)
+    if quantizer is not None:
+        quantizer.finish()
+    if recall and known is None and loading.spec is not None:
+        keep(recall, loading.spec, config, eos)
+    return loaded
+
+
+@dataclass(slots=True)
+class _Loading:
+    """A checkpoint on its way into either tier."""
+
+    checkpoint: Checkpoint
+    dtype: torch.dtype
+    device: torch.device
+    backend: AttentionBackend
+    eos: frozenset[int]
+    quantizer: Quantizer | None
+    int8_pages: bool
+    progress: bool
+    held: PreTrainedModel | None = None
+    """Of a quantised checkpoint, whose formats transformers reads."""
+    spec: DecoderSpec | None = None
+    """Of the native tier, when it took the model."""
+
+    def read_quantized(self, architecture: str) -> Any:
+        """Load a quantised checkpoint; return the configuration of what came of it.
+
+        What transformers turns into plain weights, as it does fp8 on a CPU, has no
+        ``quantization_config`` any more, and runs in any tier.
+        """
+        if self.quantizer is not None:
             raise ConfigError(
                 "quantization: the checkpoint is quantised already; leave it out, or take the "
                 "model's plain weights",
                 "quantization",
             )
-        # transformers reads the formats. What it turns into plain weights, as it does fp8 on a
-        # CPU, has no such entry in its configuration any more, and runs in any tier.
         try:
-            held = whole()
+            self.held = self._whole()
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{architecture} is not supported: {error}") from error
-        config = held.config
-    loaded = _in_tier(config, architecture, model_impl, native, generic)
-    if quantizer is not None:
-        quantizer.finish()
-    return loaded
+        return self.held.config
+
+    def native(self, spec: DecoderSpec) -> NativeModel:
+        """Read the weights into the native tier."""
+        quantizer = self.quantizer
+        if self.backend.name == "numba":
+            from pagedllm_kernels.numba_cpu.decoder import compile_ahead
+
+            quantized = quantizer is not None and quantizer.custom is None
+            compile_ahead(spec, self.dtype, quantized, self.int8_pages)
+        source: TensorSource = SafetensorsSource(self.checkpoint.files, self.dtype, self.device)
+        if self.held is not None:
+            plain_model(self.held)
+            source = ModuleSource(self.held)
+        if quantizer is not None:
+            source = QuantizingSource(source, quantizer)
+        weights = load_weights(spec, source, _bar(self.progress))
+        self.spec = spec
+        return NativeModel(spec, weights, self.backend, self.eos)
+
+    def generic(self) -> PagedModel:
+        """Load transformers' own model."""
+        model = self._whole()
+        if self.quantizer is not None:
+            quantize_modules(model, self.quantizer)
+        return GenericModel(model, self.backend, self.eos)
+
+    def _whole(self) -> PreTrainedModel:
+        return self.held or load_transformers(
+            self.checkpoint, self.dtype, self.device, progress=self.progress
+        )
 
 
 def wrap_model(
@@ -145,46 +182,34 @@ def wrap_model(
         UnsupportedModelError: it cannot be run correctly; the message names its class.
         ConfigError: a setting has a wrong value.
     """
-    from pagedllm.models.checkpoint import token_set
-    from pagedllm.models.support import check_class, plain_model
-
     _check_tier(model_impl)
     architecture = check_class(type(model), model.config)
     backend = _attention(attention, model.device, model.dtype)
-    generation = getattr(model, "generation_config", None)
-    eos = token_set(getattr(generation, "eos_token_id", None)) or token_set(
-        getattr(model.config, "eos_token_id", None)
-    )
+    named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    eos = token_set(named) or token_set(getattr(model.config, "eos_token_id", None))
 
     def native(spec: DecoderSpec) -> NativeModel:
-        from pagedllm.models.decoder import NativeModel
-        from pagedllm.models.sources import ModuleSource
-        from pagedllm.models.weights import load_weights
-
         plain_model(model)
         return NativeModel(spec, load_weights(spec, ModuleSource(model)), backend, eos)
 
     def generic() -> PagedModel:
-        from pagedllm.models.generic import GenericModel, shared_copy
-
         return GenericModel(shared_copy(model), backend, eos)
 
-    return _in_tier(model.config, architecture, model_impl, native, generic)
+    read = partial(spec_from_config, model.config)
+    return _in_tier(read, architecture, model_impl, native, generic)
 
 
 def _in_tier(
-    config: Any,
+    read: Callable[[], DecoderSpec | None],
     architecture: str,
     model_impl: str,
     native: Callable[[DecoderSpec], NativeModel],
     generic: Callable[[], PagedModel],
 ) -> PagedModel:
     """Build the model in the first tier that takes it; see :func:`load_model`."""
-    from pagedllm.models.families import spec_from_config
-
     if model_impl != "generic":
         try:
-            spec = spec_from_config(config)
+            spec = read()
             if spec is not None:
                 loaded = _compiled(native(spec))
                 logger.info("model: %s in the native tier", architecture)
@@ -229,8 +254,6 @@ def _check_tier(model_impl: str) -> None:
 def _attention(
     asked: str | AttentionBackend, device: torch.device, dtype: torch.dtype
 ) -> AttentionBackend:
-    from pagedllm_kernels import select_attention
-
     if not isinstance(asked, str):
         return asked
     try:

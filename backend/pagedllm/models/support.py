@@ -11,6 +11,8 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from pagedllm.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -131,8 +133,6 @@ def plain_model(model: PreTrainedModel) -> None:
         UnsupportedModelError: modules were replaced, hooked or offloaded, so that reading
             the parameters alone would lose something.
     """
-    import torch
-
     first = next(model.parameters())
     for name, parameter in model.named_parameters():
         if parameter.device != first.device or parameter.device.type == "meta":
@@ -158,8 +158,6 @@ def _check_as_built(model: PreTrainedModel) -> None:
         UnsupportedModelError: somebody put in another activation, moved a layer or changed
             an epsilon; the configuration does not tell.
     """
-    import torch
-
     with torch.device("meta"):
         built = dict(type(model)(copy.deepcopy(model.config)).named_modules())
     for name, module in model.named_modules():

@@ -40,14 +40,6 @@ class TokenMask(Protocol):
         ...
 
 
-class MaskFactory(Protocol):
-    """Among a request's logits processors: one that has a state for each sequence."""
-
-    def for_sequence(self) -> TokenMask:
-        """The state of a sequence that has no output yet."""
-        ...
-
-
 def apply_masks(logits: Tensor, states: Sequence[SlotState]) -> dict[int, EngineError]:
     """-inf for every token that a row's masks exclude, in place.
 
