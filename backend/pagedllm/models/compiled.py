@@ -15,6 +15,7 @@ from pagedllm.models.layers import rms_norm
 from pagedllm.models.limits import check_length
 from pagedllm_kernels.numba_cpu.attention import NumbaAttention
 from pagedllm_kernels.numba_cpu.decoder import CompiledDecoder, refusal
+from pagedllm_kernels.quantized import QuantizedWeight
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -72,4 +73,9 @@ def why_not(model: NativeModel) -> str | None:
         return f"it is on {model.device}"
     if not isinstance(model.attention, NumbaAttention):
         return f"its attention is {model.attention.name}"
+    if any(
+        isinstance(layer.gate_up, QuantizedWeight) and layer.router is not None
+        for layer in model.weights.layers
+    ):
+        return "its experts are quantised"
     return refusal(model.spec, model.dtype)

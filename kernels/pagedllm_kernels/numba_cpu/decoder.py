@@ -37,19 +37,24 @@ _MAX_WINDOWS = 6  # different ones, each with a list of attention's tasks
 _X, _QKV, _OUT, _H, _ATTENDED, _INNER, _LAST, _PACKED, _FACTORS, _LOGITS = range(
     at.TASKS + _MAX_WINDOWS, at.TASKS + _MAX_WINDOWS + 10
 )
+# Of experts: their number of rows in a step; normed states, float32; rows and results by expert;
+# the experts chosen, their shares, tokens by place and places by pair; rows of each expert.
+_PAIRS, _ROUTED, _ROWS, _RESULTS, _CHOSEN, _SHARES, _ORDER, _PLACES, _COUNTS, _STARTS = range(
+    _LOGITS + 1, _LOGITS + 11
+)
 
 
 def refusal(spec: Any, dtype: torch.dtype) -> str | None:
     """Return why a decoder cannot be compiled, or None when it can."""
     if dtype not in _TAGS:
         return f"its weights are {dtype}"
-    if any(spec.sparse_layers):
-        return "it has experts"
     if len(set(spec.windows)) > _MAX_WINDOWS:
         return f"it has more than {_MAX_WINDOWS} different windows"
     widths = [spec.hidden_size, spec.intermediate_size, spec.num_heads * spec.head_dim]
     if spec.qk_norm == "projection":
         widths.append(spec.num_kv_heads * spec.head_dim)
+    if spec.experts is not None:
+        widths.append(spec.experts.intermediate_size)
     odd = [width for width in widths if width % at.LANES]
     return f"its width {odd[0]} is no multiple of {at.LANES}" if odd else None
 
@@ -91,7 +96,9 @@ class CompiledDecoder:
         self._units = self._groups = 0
         records = self._records()
         function = _function(self._dtype, self._groups > 0, int8_pages)
-        self._job = Job(team, function, records, FEW_ROWS, SPLIT_ROWS)
+        # Rows come to their experts in the one form that all rows of a step have.
+        split = 0 if spec.experts else SPLIT_ROWS
+        self._job = Job(team, function, records, FEW_ROWS, split)
         codes = self._job.operations[:, at.CODE]
         self._writes, self._attends = (codes == code for code in (at.WRITE, at.ATTEND))
         self._cache: Sequence[LayerCache] | None = None
@@ -143,10 +150,27 @@ class CompiledDecoder:
             job.reserve(buffer, room * width)
         job.reserve(_LAST, max(rows, 2 * SPLIT_ROWS) * spec.hidden_size * size)
         lines = max(tokens, rows) + at.LANES
+        if spec.experts is not None:
+            lines += self._reserve_experts(tokens)
         job.reserve(_PACKED, lines * max(self._units * 8, self._groups * GROUP))
         job.reserve(_FACTORS, lines * self._groups * 8)
         job.run()
         return out, job.floats(_X, (tokens, spec.hidden_size))
+
+    def _reserve_experts(self, tokens: int) -> int:
+        """Make room for what experts read and write; return the rows to pack, at most."""
+        experts, job = self._spec.experts, self._job
+        pairs, width = tokens * experts.top_k, self._spec.hidden_size
+        job.fields[_PAIRS] = pairs
+        job.reserve(_ROUTED, tokens * width * 4)
+        job.reserve(_ROWS, pairs * width * self._itemsize)
+        job.reserve(_INNER, pairs * experts.intermediate_size * self._itemsize)
+        job.reserve(_RESULTS, pairs * width * 4)
+        for buffer in (_CHOSEN, _SHARES, _ORDER, _PLACES):
+            job.reserve(buffer, pairs * 8)
+        for buffer in (_COUNTS, _STARTS):
+            job.reserve(buffer, experts.num * 8)
+        return int(pairs + at.LANES * experts.num)
 
     @property
     def _qkv_width(self) -> int:
@@ -205,6 +229,9 @@ class CompiledDecoder:
             records += self._linear(_H, layer.qkv, layer.qkv_bias, _QKV, at.STORE_F32)
             records += self._attention(i, layer)
             records += self._branch(_ATTENDED, layer.o, layer.o_bias, layer.attention_out_norm)
+            if layer.router is not None:
+                records += self._experts(layer)
+                continue
             records += self._norm(_X, _H, layer.mlp_norm, spec.hidden_size)
             records += self._linear(_H, layer.gate_up, layer.gate_up_bias, _INNER, at.GATED)
             records += self._branch(_INNER, layer.down, layer.down_bias, layer.mlp_out_norm)
@@ -310,14 +337,61 @@ class CompiledDecoder:
         scale: Fields = {at.L_SCALE: float(self._spec.residual_scale)}
         if norm is None:
             return self._linear(source, weight, bias, _X, at.ADD, scale)
+        return self._linear(source, weight, bias, _OUT, at.STORE_F32) + self._add_normed(norm)
+
+    def _add_normed(self, weight: Any) -> list[list[int]]:
         width = self._spec.hidden_size
         add: Fields = {
             at.N_MODE: at.ADD,
             at.N_OUT_STRIDE: width * 4,
             at.N_SCALE: float(self._spec.residual_scale),
         }
-        product = self._linear(source, weight, bias, _OUT, at.STORE_F32)
-        return product + self._norm(_OUT, _X, norm, width, add)
+        return self._norm(_OUT, _X, weight, width, add)
+
+    def _experts(self, layer: Any) -> list[list[int]]:
+        """Send tokens to their experts and add the weighted results to the residual stream."""
+        spec, experts, width = self._spec, self._spec.experts, self._spec.hidden_size
+        routed: Fields = {
+            at.R_EXPERTS: experts.num,
+            at.R_TOP: experts.top_k,
+            at.R_WIDTH: width,
+            at.R_IN_AT: _ROUTED,
+            at.R_WEIGHT: self._floats(layer.router),
+            at.R_NORMALIZE: int(experts.normalize),
+            at.R_CHOSEN_AT: _CHOSEN,
+            at.R_SHARES_AT: _SHARES,
+            at.R_ORDER_AT: _ORDER,
+            at.R_PLACES_AT: _PLACES,
+        }
+        owners: Fields = {
+            at.M_EXPERTS: experts.num,
+            at.M_COUNTS_AT: _COUNTS,
+            at.M_STARTS_AT: _STARTS,
+        }
+        wide: Fields = {at.N_MODE: at.STORE_F32, at.N_OUT_STRIDE: width * 4}
+        records = self._norm(_X, _ROUTED, layer.mlp_norm, width, wide)
+        records += [operation(at.ROUTE, routed), operation(at.SORT, routed | owners)]
+        gather: Fields = {at.N_ROWS_AT: _PAIRS, at.N_INDEX_AT: _ORDER}
+        records += self._norm(_ROUTED, _ROWS, None, width, gather)
+        for source, weight, target, mode in (
+            (_ROWS, layer.gate_up, _INNER, at.GATED),
+            (_INNER, layer.down, _RESULTS, at.STORE_F32),
+        ):
+            for record in self._linear(source, weight[0], None, target, mode):
+                record[at.CODE] += at.EXPERT
+                for index, value in owners.items():
+                    record[index] = int(value)
+                record[at.M_BYTES] = weight.stride(0) * self._itemsize
+                records.append(record)
+        norm, scale = layer.mlp_out_norm, float(spec.residual_scale)
+        ends: Fields = {
+            at.R_IN_AT: _RESULTS,
+            at.R_OUT_AT: _X if norm is None else _OUT,
+            at.R_MODE: at.ADD if norm is None else at.STORE_F32,
+            at.R_SCALE: scale,
+        }
+        records.append(operation(at.COMBINE, routed | ends))
+        return records + ([] if norm is None else self._add_normed(norm))
 
     def _attention(self, index: int, layer: Any) -> list[list[int]]:
         spec = self._spec

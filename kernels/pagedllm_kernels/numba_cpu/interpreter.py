@@ -16,6 +16,7 @@ from typing import Any
 
 from pagedllm_kernels.numba_cpu import layout as at
 from pagedllm_kernels.numba_cpu.attend import attend
+from pagedllm_kernels.numba_cpu.experts import expert_tasks, run_experts
 from pagedllm_kernels.numba_cpu.layout import LANES, LINE
 from pagedllm_kernels.numba_cpu.linear import linear, linear_tasks
 from pagedllm_kernels.numba_cpu.plan import plan
@@ -43,7 +44,8 @@ from pagedllm_kernels.numba_cpu.write import WRITE_ROWS, write
 # What is compiled on its own, each after what it calls. A unit's ``atag`` is how activations
 # are stored.
 ATTENTION_UNITS = ("write", "plan", "_scores", "_softmax", "_values", "_block", "attend")
-MODEL_UNITS = ("embed", "norm", "pack", "finish", "_product", "_linear_few", "_linear_many")
+MODEL_UNITS = ("embed", "norm", "pack", "finish", "_product", "_linear_few", "_linear_many",
+               "route", "sort", "combine")  # fmt: skip
 QUANTIZED_UNITS = ("embed_quantized", "quantize", "linear_quantized")
 
 
@@ -55,6 +57,8 @@ def _tasks(op: int, job: int) -> int:
         return linear_tasks(op, job)
     if code == at.LINEAR_Q:
         return quantized_tasks(op, job)
+    if code >= at.ROUTE:
+        return expert_tasks(op, job)
     if code == at.PACK:
         rows = via(job, op, at.P_ROWS_AT)
         return 0 if rows < field(job, at.FEW_ROWS) else (rows + LANES - 1) // LANES
@@ -90,6 +94,8 @@ def _run_task(
             pack(op, job, task, scratch, atag)
         elif code == at.NORM:
             norm(op, job, task, atag)
+        elif code >= at.ROUTE:
+            run_experts(op, job, task, scratch, atag)
         elif code == at.EMBED:
             if field(op, at.E_BITS) == 0:
                 embed(op, job, task, atag)

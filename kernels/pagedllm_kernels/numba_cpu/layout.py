@@ -33,6 +33,8 @@ JOB_SIZE = 64
 # --- operations --------------------------------------------------------------------------------
 CODE = 0
 EMBED, NORM, QUANTIZE, PACK, LINEAR, LINEAR_Q, WRITE, PLAN, ATTEND = range(1, 10)
+ROUTE, SORT, COMBINE = range(10, 13)
+EXPERT = 16  # added to the codes of PACK and LINEAR where each expert has rows of its own
 
 # EMBED: out[t] = table[token_ids[t]] * scale; bits, scales and panel bytes of a quantised table
 E_TABLE, E_WIDTH, E_OUT_AT, E_OUT_STRIDE, E_SCALE, E_BITS, E_SCALES, E_PANEL = range(1, 9)
@@ -55,6 +57,13 @@ L_FACTORS_AT, L_SCALES, L_BITS = range(16, 19)  # of LINEAR_Q: see ``quantized``
 # modes besides STORE_F32 and ADD: activation(gate) * up, as activations; logits
 GATED, LOGITS = 3, 4
 SILU, GELU_TANH, GELU = range(3)
+
+# PACK and LINEAR of experts: rows and first row of each, int64; bytes of one's weights
+M_EXPERTS, M_COUNTS_AT, M_STARTS_AT, M_BYTES = range(19, 23)
+
+# ROUTE, SORT (which has counts and starts besides) and COMBINE
+R_EXPERTS, R_TOP, R_WIDTH, R_IN_AT, R_WEIGHT, R_NORMALIZE = range(1, 7)
+R_CHOSEN_AT, R_SHARES_AT, R_ORDER_AT, R_PLACES_AT, R_OUT_AT, R_MODE, R_SCALE = range(7, 14)
 
 # WRITE: rotate, then keys and values into their pages and queries beside their KV head
 W_QUERY_AT, W_QUERY_OFFSET, W_QUERY_STRIDE = range(1, 4)

@@ -60,7 +60,12 @@ _START = 1024  # bytes to fetch where a stream of weights will go on
 @jit
 def linear_tasks(op: int, job: int) -> int:
     """Return the number of tasks of a product."""
-    rows = via(job, op, at.L_ROWS_AT)
+    return product_tasks(op, job, via(job, op, at.L_ROWS_AT))
+
+
+@jit
+def product_tasks(op: int, job: int, rows: int) -> int:
+    """Return the number of tasks of a product with so many rows."""
     size = field(op, at.L_SIZE)
     if rows == 0:
         return 0

@@ -147,8 +147,8 @@ class Job:
         self.fields[at.FEW_ROWS] = few_rows
         self.fields[at.SPLIT_ROWS] = split_rows
         self.fields[at.SPINS] = SPINS
-        codes = self.operations[:, at.CODE]
-        products = self.operations[(codes == at.LINEAR) | (codes == at.LINEAR_Q), at.L_UNITS]
+        multiply = np.isin(self.operations[:, at.CODE] % at.EXPERT, (at.LINEAR, at.LINEAR_Q))
+        products = self.operations[multiply, at.L_UNITS]
         if len(products):
             self.reserve_scratch(linear_scratch_bytes(int(products.max())))
         self._address = self.fields.ctypes.data
