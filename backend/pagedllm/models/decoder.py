@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pagedllm.models import layers
+from pagedllm.models import experts, layers
 from pagedllm.models.limits import check_length
 
 if TYPE_CHECKING:
@@ -132,14 +132,6 @@ class NativeModel:
         """Return float32 [T, E] of float32 ``x`` [T, E]."""
         spec = self.spec
         if layer.router is not None and spec.experts is not None:
-            return layers.experts(
-                x,
-                layer.router,
-                layer.gate_up,
-                layer.down,
-                spec.experts.top_k,
-                spec.experts.normalize,
-                self._act,
-            )
+            return experts.run(x, layer.router, layer, spec.experts, self._act)
         gate, up = layers.linear(x, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
         return layers.linear(self._act(gate) * up, layer.down, layer.down_bias)

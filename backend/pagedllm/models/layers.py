@@ -98,39 +98,3 @@ def head(x: torch.Tensor, weight: Matrix) -> torch.Tensor:
         rows = weight[begin : begin + _HEAD_ROWS]
         torch.mm(x, rows.float().t(), out=logits[:, begin : begin + _HEAD_ROWS])
     return logits
-
-
-def experts(
-    x: torch.Tensor,
-    router: torch.Tensor,
-    gate_up: Matrix,
-    down: Matrix,
-    top_k: int,
-    normalize: bool,
-    act: Callable[[torch.Tensor], torch.Tensor],
-) -> torch.Tensor:
-    """Run each token through its ``top_k`` experts (Shazeer et al., 2017).
-
-    Args:
-        x: float32 [T, E].
-        router: [N, E]; its product is fp32, so that rounding moves no token to another expert.
-        gate_up: [N, 2 * I, E], gate first.
-        down: [N, E, I].
-        top_k: experts per token.
-        normalize: whether the chosen weights are divided by their sum.
-        act: of the gate.
-
-    Returns:
-        float32 [T, E].
-    """
-    weights = torch.softmax(F.linear(x, router.float()), dim=-1)
-    weights, chosen = torch.topk(weights, top_k, dim=-1)
-    if normalize:
-        weights = weights / weights.sum(dim=-1, keepdim=True)
-    output = torch.zeros_like(x)
-    for expert in chosen.unique().tolist():
-        token, place = torch.where(chosen == expert)
-        gate, up = linear(x[token], gate_up[expert]).chunk(2, dim=-1)
-        result = linear(act(gate) * up, down[expert])
-        output.index_add_(0, token, result * weights[token, place, None])
-    return output

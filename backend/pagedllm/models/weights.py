@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from pagedllm.errors import UnsupportedModelError
+from pagedllm.models import experts
 from pagedllm_kernels.quantized import QuantizedWeight
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def load_weights(
     Raises:
         UnsupportedModelError: a tensor is missing, has another shape, or is left over.
     """
-    reader = _Reader(source)
+    reader = Reader(source)
     width = spec.hidden_size
     embedding = reader.one("model.embed_tokens.weight", spec.vocab_size, width)
     layers = tuple(_layer(spec, i, reader) for i in progress(range(spec.num_layers)))
@@ -135,7 +136,7 @@ def _equal(a: Matrix, b: Matrix) -> bool:
     return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a, b)
 
 
-class _Reader:
+class Reader:
     """Takes tensors from a source, checks their shapes and keeps count of them."""
 
     def __init__(self, source: TensorSource) -> None:
@@ -143,18 +144,22 @@ class _Reader:
         self.used: set[str] = set()
 
     def one(self, name: str, *shape: int) -> Any:
+        """Return a tensor, once it has this shape."""
         return self.merged([name], *shape)
 
     def merged(self, names: Sequence[str], *shape: int) -> Any:
+        """Return tensors one below the other."""
         self._use(names)
         return _shaped(self.source.read(names), names[0], shape)
 
     def stacked(self, rows: Sequence[Sequence[str]], *shape: int) -> Any:
+        """Return a stack of what :meth:`merged` returns."""
         for names in rows:
             self._use(names)
         return _shaped(self.source.stack(rows), rows[0][0], shape)
 
     def has(self, name: str) -> bool:
+        """Whether the source has such a tensor."""
         return name in self.source.names
 
     def _use(self, names: Sequence[str]) -> None:
@@ -172,7 +177,7 @@ def _shaped(tensor: Any, name: str, shape: tuple[int, ...]) -> Any:
     return tensor
 
 
-def _layer(spec: DecoderSpec, index: int, reader: _Reader) -> LayerWeights:
+def _layer(spec: DecoderSpec, index: int, reader: Reader) -> LayerWeights:
     prefix = f"model.layers.{index}."
     attention = prefix + "self_attn."
     width, out = spec.hidden_size, spec.num_heads * spec.head_dim
@@ -197,7 +202,7 @@ def _layer(spec: DecoderSpec, index: int, reader: _Reader) -> LayerWeights:
     for field, name in _NORMS[spec.norm_placement]:
         tensors[field] = reader.one(f"{prefix}{name}.weight", width)
     if spec.is_sparse(index):
-        tensors.update(_experts(spec, prefix, reader))
+        tensors.update(experts.read(spec, prefix, reader))
     else:
         tensors.update(_mlp(spec, prefix + "mlp.", reader))
     return LayerWeights(qkv=qkv, o=o, **tensors)
@@ -219,7 +224,7 @@ _NORMS = {
 """By placement: our field and transformers' name."""
 
 
-def _mlp(spec: DecoderSpec, prefix: str, reader: _Reader) -> dict[str, Any]:
+def _mlp(spec: DecoderSpec, prefix: str, reader: Reader) -> dict[str, Any]:
     width, inner = spec.hidden_size, spec.intermediate_size
     parts = [prefix + "gate_proj", prefix + "up_proj"]
     if reader.has(prefix + "gate_up_proj.weight"):
@@ -232,24 +237,3 @@ def _mlp(spec: DecoderSpec, prefix: str, reader: _Reader) -> dict[str, Any]:
         tensors["gate_up_bias"] = reader.merged([f"{p}.bias" for p in parts], 2 * inner)
         tensors["down_bias"] = reader.one(prefix + "down_proj.bias", width)
     return tensors
-
-
-def _experts(spec: DecoderSpec, prefix: str, reader: _Reader) -> dict[str, Any]:
-    if spec.experts is None:
-        raise UnsupportedModelError(f"{prefix} is sparse and no experts are described")
-    num, inner, width = spec.experts.num, spec.experts.intermediate_size, spec.hidden_size
-    block = prefix + "mlp."
-    names = ("gate_proj", "up_proj", "down_proj")
-    if reader.has(prefix + "block_sparse_moe.gate.weight"):  # Mixtral as published
-        block, names = prefix + "block_sparse_moe.", ("w1", "w3", "w2")
-    router = reader.one(block + "gate.weight", num, width)
-    if reader.has(block + "experts.gate_up_proj"):
-        gate_up = reader.one(block + "experts.gate_up_proj", num, 2 * inner, width)
-        down = reader.one(block + "experts.down_proj", num, width, inner)
-    else:
-        gate, up, out = (
-            [f"{block}experts.{n}.{name}.weight" for n in range(num)] for name in names
-        )
-        gate_up = reader.stacked(list(zip(gate, up)), num, 2 * inner, width)
-        down = reader.stacked([[name] for name in out], num, width, inner)
-    return {"router": router, "gate_up": gate_up, "down": down}

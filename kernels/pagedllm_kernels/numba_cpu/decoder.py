@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pagedllm_kernels.numba_cpu import layout as at
+from pagedllm_kernels.numba_cpu import mixture
 from pagedllm_kernels.numba_cpu.compiler import compile_soon
 from pagedllm_kernels.numba_cpu.program import AttentionShape, Job, operation
 from pagedllm_kernels.quantized import GROUP, QuantizedWeight
@@ -36,11 +37,6 @@ _MAX_WINDOWS = 6  # different ones, each with a list of attention's tasks
 # in int8 with their factors; logits.
 _X, _QKV, _OUT, _H, _ATTENDED, _INNER, _LAST, _PACKED, _FACTORS, _LOGITS = range(
     at.TASKS + _MAX_WINDOWS, at.TASKS + _MAX_WINDOWS + 10
-)
-# Of experts: their number of rows in a step; normed states, float32; rows and results by expert;
-# the experts chosen, their shares, tokens by place and places by pair; rows of each expert.
-_PAIRS, _ROUTED, _ROWS, _RESULTS, _CHOSEN, _SHARES, _ORDER, _PLACES, _COUNTS, _STARTS = range(
-    _LOGITS + 1, _LOGITS + 11
 )
 
 
@@ -151,26 +147,11 @@ class CompiledDecoder:
         job.reserve(_LAST, max(rows, 2 * SPLIT_ROWS) * spec.hidden_size * size)
         lines = max(tokens, rows) + at.LANES
         if spec.experts is not None:
-            lines += self._reserve_experts(tokens)
+            lines += mixture.reserve(job, spec, tokens, _INNER, size)
         job.reserve(_PACKED, lines * max(self._units * 8, self._groups * GROUP))
         job.reserve(_FACTORS, lines * self._groups * 8)
         job.run()
         return out, job.floats(_X, (tokens, spec.hidden_size))
-
-    def _reserve_experts(self, tokens: int) -> int:
-        """Make room for what experts read and write; return the rows to pack, at most."""
-        experts, job = self._spec.experts, self._job
-        pairs, width = tokens * experts.top_k, self._spec.hidden_size
-        job.fields[_PAIRS] = pairs
-        job.reserve(_ROUTED, tokens * width * 4)
-        job.reserve(_ROWS, pairs * width * self._itemsize)
-        job.reserve(_INNER, pairs * experts.intermediate_size * self._itemsize)
-        job.reserve(_RESULTS, pairs * width * 4)
-        for buffer in (_CHOSEN, _SHARES, _ORDER, _PLACES):
-            job.reserve(buffer, pairs * 8)
-        for buffer in (_COUNTS, _STARTS):
-            job.reserve(buffer, experts.num * 8)
-        return int(pairs + at.LANES * experts.num)
 
     @property
     def _qkv_width(self) -> int:
@@ -225,27 +206,27 @@ class CompiledDecoder:
             self._groups = 1
         records.append(operation(at.EMBED, embed))
         for i, layer in enumerate(weights.layers):
-            records += self._norm(_X, _H, layer.attention_norm, spec.hidden_size)
-            records += self._linear(_H, layer.qkv, layer.qkv_bias, _QKV, at.STORE_F32)
+            records += self.norm(_X, _H, layer.attention_norm, spec.hidden_size)
+            records += self.linear(_H, layer.qkv, layer.qkv_bias, _QKV, at.STORE_F32)
             records += self._attention(i, layer)
             records += self._branch(_ATTENDED, layer.o, layer.o_bias, layer.attention_out_norm)
             if layer.router is not None:
-                records += self._experts(layer)
+                records += mixture.records(self, spec, layer, (_X, _OUT, _INNER))
                 continue
-            records += self._norm(_X, _H, layer.mlp_norm, spec.hidden_size)
-            records += self._linear(_H, layer.gate_up, layer.gate_up_bias, _INNER, at.GATED)
+            records += self.norm(_X, _H, layer.mlp_norm, spec.hidden_size)
+            records += self.linear(_H, layer.gate_up, layer.gate_up_bias, _INNER, at.GATED)
             records += self._branch(_INNER, layer.down, layer.down_bias, layer.mlp_out_norm)
         rows: Fields = {at.N_ROWS_AT: at.NUM_LOGITS, at.N_INDEX_AT: at.LOGIT_INDICES}
-        records += self._norm(_X, _LAST, weights.norm, spec.hidden_size, rows)
+        records += self.norm(_X, _LAST, weights.norm, spec.hidden_size, rows)
         ends: Fields = {
             at.L_SCALE: float(spec.logit_scale),
             at.L_CAP: float(spec.logit_softcap or 0.0),
         }
         rows_at = at.NUM_LOGITS
-        records += self._linear(_LAST, weights.head, None, _LOGITS, at.LOGITS, ends, rows_at)
+        records += self.linear(_LAST, weights.head, None, _LOGITS, at.LOGITS, ends, rows_at)
         return records
 
-    def _norm(
+    def norm(
         self, source: int, target: int, weight: Any, width: int, changes: Fields | None = None
     ) -> list[list[int]]:
         """Norm rows of float32 into activations; without a weight, only round them."""
@@ -256,13 +237,13 @@ class CompiledDecoder:
             at.N_OUT_AT: target,
             at.N_OUT_STRIDE: width * self._itemsize,
             at.N_WIDTH: width,
-            at.N_WEIGHT: self._floats(weight, self._spec.norm_offset),
+            at.N_WEIGHT: self.floats(weight, self._spec.norm_offset),
             at.N_MODE: at.STORE,
             at.N_EPS: float(self._spec.norm_eps),
         }
         return [operation(at.NORM, fields | (changes or {}))]
 
-    def _linear(
+    def linear(
         self,
         source: int,
         weight: torch.Tensor | QuantizedWeight,
@@ -272,13 +253,14 @@ class CompiledDecoder:
         changes: Fields | None = None,
         rows_at: int = at.NUM_TOKENS,
     ) -> list[list[int]]:
+        """Multiply activations by a matrix [out, in]; ``mode`` says what becomes of products."""
         size, width = weight.shape
         if mode == at.GATED:
             size //= 2
         fields: Fields = {
             at.L_ROWS_AT: rows_at,
             at.L_SIZE: size,
-            at.L_BIAS: self._floats(bias),
+            at.L_BIAS: self.floats(bias),
             at.L_OUT_AT: target,
             at.L_OUT_STRIDE: size * (self._itemsize if mode == at.GATED else 4),
             at.L_MODE: mode,
@@ -336,62 +318,18 @@ class CompiledDecoder:
         """Add a product, normed where there is a norm, to the residual stream."""
         scale: Fields = {at.L_SCALE: float(self._spec.residual_scale)}
         if norm is None:
-            return self._linear(source, weight, bias, _X, at.ADD, scale)
-        return self._linear(source, weight, bias, _OUT, at.STORE_F32) + self._add_normed(norm)
+            return self.linear(source, weight, bias, _X, at.ADD, scale)
+        return self.linear(source, weight, bias, _OUT, at.STORE_F32) + self.add_normed(norm)
 
-    def _add_normed(self, weight: Any) -> list[list[int]]:
+    def add_normed(self, weight: Any) -> list[list[int]]:
+        """Norm the buffer of products and add it to the residual stream."""
         width = self._spec.hidden_size
         add: Fields = {
             at.N_MODE: at.ADD,
             at.N_OUT_STRIDE: width * 4,
             at.N_SCALE: float(self._spec.residual_scale),
         }
-        return self._norm(_OUT, _X, weight, width, add)
-
-    def _experts(self, layer: Any) -> list[list[int]]:
-        """Send tokens to their experts and add the weighted results to the residual stream."""
-        spec, experts, width = self._spec, self._spec.experts, self._spec.hidden_size
-        routed: Fields = {
-            at.R_EXPERTS: experts.num,
-            at.R_TOP: experts.top_k,
-            at.R_WIDTH: width,
-            at.R_IN_AT: _ROUTED,
-            at.R_WEIGHT: self._floats(layer.router),
-            at.R_NORMALIZE: int(experts.normalize),
-            at.R_CHOSEN_AT: _CHOSEN,
-            at.R_SHARES_AT: _SHARES,
-            at.R_ORDER_AT: _ORDER,
-            at.R_PLACES_AT: _PLACES,
-        }
-        owners: Fields = {
-            at.M_EXPERTS: experts.num,
-            at.M_COUNTS_AT: _COUNTS,
-            at.M_STARTS_AT: _STARTS,
-        }
-        wide: Fields = {at.N_MODE: at.STORE_F32, at.N_OUT_STRIDE: width * 4}
-        records = self._norm(_X, _ROUTED, layer.mlp_norm, width, wide)
-        records += [operation(at.ROUTE, routed), operation(at.SORT, routed | owners)]
-        gather: Fields = {at.N_ROWS_AT: _PAIRS, at.N_INDEX_AT: _ORDER}
-        records += self._norm(_ROUTED, _ROWS, None, width, gather)
-        for source, weight, target, mode in (
-            (_ROWS, layer.gate_up, _INNER, at.GATED),
-            (_INNER, layer.down, _RESULTS, at.STORE_F32),
-        ):
-            for record in self._linear(source, weight[0], None, target, mode):
-                record[at.CODE] += at.EXPERT
-                for index, value in owners.items():
-                    record[index] = int(value)
-                record[at.M_BYTES] = weight.stride(0) * self._itemsize
-                records.append(record)
-        norm, scale = layer.mlp_out_norm, float(spec.residual_scale)
-        ends: Fields = {
-            at.R_IN_AT: _RESULTS,
-            at.R_OUT_AT: _X if norm is None else _OUT,
-            at.R_MODE: at.ADD if norm is None else at.STORE_F32,
-            at.R_SCALE: scale,
-        }
-        records.append(operation(at.COMBINE, routed | ends))
-        return records + ([] if norm is None else self._add_normed(norm))
+        return self.norm(_OUT, _X, weight, width, add)
 
     def _attention(self, index: int, layer: Any) -> list[list[int]]:
         spec = self._spec
@@ -421,10 +359,10 @@ class CompiledDecoder:
                     at.N_IN_STRIDE: self._qkv_width * 4,
                     at.N_OUT_STRIDE: self._qkv_width * 4,
                 }
-                records += self._norm(_QKV, _QKV, weight, width, place)
+                records += self.norm(_QKV, _QKV, weight, width, place)
         elif spec.qk_norm == "head":
-            write[at.W_Q_NORM] = self._floats(layer.q_norm, spec.norm_offset)
-            write[at.W_K_NORM] = self._floats(layer.k_norm, spec.norm_offset)
+            write[at.W_Q_NORM] = self.floats(layer.q_norm, spec.norm_offset)
+            write[at.W_K_NORM] = self.floats(layer.k_norm, spec.norm_offset)
         attend: Fields = {
             at.A_WINDOW: spec.windows[index] or 0,
             at.A_TASKS_AT: at.TASKS + self._windows.index(spec.windows[index]),
@@ -437,7 +375,7 @@ class CompiledDecoder:
         records.append(operation(at.ATTEND, self._common | attend))
         return records
 
-    def _floats(self, tensor: torch.Tensor | None, offset: float = 0.0) -> int:
+    def floats(self, tensor: torch.Tensor | None, offset: float = 0.0) -> int:
         """Keep a small tensor as float32, padded to whole vectors; return its address."""
         if tensor is None:
             return 0
