@@ -10,12 +10,16 @@ process's JSON line is appended to ``--out``. Leave the machine alone meanwhile.
 Beside the peers' own workloads there are ``b1``, ``b4`` ...: that many requests at once, of 32
 tokens in and 128 out, for ``--plot``.
 
+With ``--busy`` another process keeps the last of the processors busy meanwhile, as a neighbour on a
+shared machine does.
+
 Quantised: ``--ours "--quantization int8" --theirs "--weights int8"`` (OpenVINO).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -25,7 +29,10 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 HERE = Path(__file__).parent
 # What a workload is judged by, and whether more is better.
@@ -50,6 +57,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=1, help="processes of each side")
     parser.add_argument("--ours", default="", help="more options of bench_pagedllm.py")
     parser.add_argument("--theirs", default="", help="more options of the peer")
+    parser.add_argument("--busy", action="store_true", help="keep one processor busy meanwhile")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for a process")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "peers.jsonl")
     parser.add_argument("--plot", type=Path, help="draw throughput by batch size from --out")
@@ -74,7 +82,8 @@ def _compare(args: argparse.Namespace, workload: str, peer: str) -> None:
         ours, theirs = (statistics.median(_values(r, name)) for r in runs.values())
         ratio = ours / theirs if more else theirs / ours
         print(
-            f"{args.model} {workload} {name} {args.ours} against {peer} {args.theirs}: "
+            f"{args.model} {workload} {name} {args.ours} against {peer} {args.theirs}"
+            f"{' beside a busy process' * args.busy}: "
             f"{ours:.1f} and {theirs:.1f}: {ratio:.2f} times",
             flush=True,
         )
@@ -98,17 +107,35 @@ def _run(args: argparse.Namespace, workload: str, peer: str | None) -> dict[str,
     else:
         command = ["bash", str(args.peers / "scripts" / "run.sh"), peer, *options]
         command += shlex.split(args.theirs)
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=args.timeout, check=False
-    )
+    with _neighbour() if args.busy else contextlib.nullcontext():
+        done = subprocess.run(
+            command,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=args.timeout,
+            check=False,
+        )
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if not lines:
         sys.exit(f"{shlex.join(command)} gave no result:\n{done.stderr[-2000:]}")
     found: dict[str, Any] = json.loads(lines[-1])
-    found["processor"] = _processor()
+    found["processor"], found["busy"] = _processor(), args.busy
     with args.out.open("a", encoding="utf-8") as file:
         file.write(json.dumps(found) + "\n")
     return found
+
+
+@contextlib.contextmanager
+def _neighbour() -> Iterator[None]:
+    """Keep the last of this process's processors busy."""
+    last = max(os.sched_getaffinity(0))
+    code = f"import os; os.sched_setaffinity(0, {{{last}}})\nwhile True: pass"
+    with subprocess.Popen([sys.executable, "-c", code]) as process:
+        try:
+            yield
+        finally:
+            process.kill()
 
 
 def _processor() -> str:
