@@ -4,9 +4,10 @@
     python benchmarks/generic_tier.py --dtype float32 --sizes 100m --batch 8
 
 GPT-2, StarCoder2 and Cohere with random weights, tiny and of about 100 million, through
-``pagedllm.accelerate`` in one process: each round times both on the same fresh prompts, so
-that a machine that slows down slows both. Greedy, without an end token. Prints a line for
-each model, then all of it as one JSON line; medians.
+``pagedllm.accelerate``, which shares their weights, and loaded by ``pagedllm.LLM`` from a folder,
+in one process: each round times all on the same fresh prompts, so that a machine that slows down
+slows all. Greedy, without an end token. Prints a line for each model, then all of it as one JSON
+line; medians.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import json
 import random
 import statistics
+import tempfile
 import time
 from typing import Any
 
@@ -45,13 +47,19 @@ def main() -> None:
             torch.manual_seed(args.seed)
             model = transformers.AutoModelForCausalLM.from_config(config)
             model = model.to(getattr(torch, args.dtype)).eval()
-            with pagedllm.accelerate(model, strict=True) as handle:
+            with (
+                tempfile.TemporaryDirectory() as folder,
+                pagedllm.accelerate(model, strict=True) as handle,
+            ):
+                model.save_pretrained(folder)
                 row = {"model": name, "size": size, "tier": handle.llm.model_info.tier}
-                row |= _measure(model, args)
+                with pagedllm.LLM(folder, skip_tokenizer_init=True, max_model_len=1024) as llm:
+                    row |= _measure(model, llm, args)
             rows.append(row)
             print(
                 f"{name} {size}: {row['original_s']:.3f} s before, {row['dropin_s']:.3f} s "
-                f"after: {row['speedup']:.2f} times as fast",
+                f"after: {row['speedup']:.2f} times as fast; loaded by LLM {row['loaded_s']:.3f} "
+                f"s: {row['loaded_speedup']:.2f} times",
                 flush=True,
             )
     report = {
@@ -87,9 +95,10 @@ def _configs(hidden: int, layers: int, heads: int) -> dict[str, Any]:
     }
 
 
-def _measure(model: Any, args: argparse.Namespace) -> dict[str, Any]:
+def _measure(model: Any, llm: pagedllm.LLM, args: argparse.Namespace) -> dict[str, Any]:
     rng = random.Random(args.seed)
-    times: dict[str, list[float]] = {"original": [], "dropin": []}
+    times: dict[str, list[float]] = {"original": [], "dropin": [], "loaded": []}
+    params = pagedllm.SamplingParams(temperature=0, max_tokens=args.new_tokens, ignore_eos=True)
     equal = 0
     for number in range(args.rounds + 1):
         # Fresh prompts each time: the prefix cache must not know them.
@@ -104,18 +113,26 @@ def _measure(model: Any, args: argparse.Namespace) -> dict[str, Any]:
         call |= {"max_new_tokens": args.new_tokens}
         answers = {}
         for name in times:
+            prompts = [row[seen.bool()].tolist() for row, seen in zip(ids, mask, strict=True)]
             begin = time.perf_counter()
+            if name == "loaded":
+                llm.generate(prompts, params, use_tqdm=False)
+                if number:
+                    times[name].append(time.perf_counter() - begin)
+                continue
             run = model.generate if name == "dropin" else type(model).generate.__get__(model)
             answers[name] = run(**call)
             if number:  # the first round warms both up
                 times[name].append(time.perf_counter() - begin)
         if number:
             equal += int((answers["original"] == answers["dropin"]).all(dim=1).sum())
-    original, dropin = (statistics.median(each) for each in times.values())
+    original, dropin, loaded = (statistics.median(each) for each in times.values())
     return {
         "original_s": round(original, 4),
         "dropin_s": round(dropin, 4),
         "speedup": round(original / dropin, 2),
+        "loaded_s": round(loaded, 4),
+        "loaded_speedup": round(original / loaded, 2),
         "equal_answers": f"{equal}/{args.batch * args.rounds}",
     }
 

@@ -17,6 +17,7 @@ import torch
 
 from pagedllm.errors import UnsupportedModelError
 from pagedllm.models.limits import check_length, position_limit
+from pagedllm.models.linears import compile_linears
 from pagedllm.models.probe import STEP, attention_scale, check_keywords, probe
 from pagedllm.models.quantizing import QuantizedLinear
 
@@ -50,7 +51,12 @@ class GenericModel:
     tier = "generic"
 
     def __init__(
-        self, model: PreTrainedModel, attention: AttentionBackend, eos_token_ids: frozenset[int]
+        self,
+        model: PreTrainedModel,
+        attention: AttentionBackend,
+        eos_token_ids: frozenset[int],
+        *,
+        own: bool = True,
     ) -> None:
         """Probe a model and take it over.
 
@@ -58,6 +64,7 @@ class GenericModel:
             model: the engine's alone; see :func:`shared_copy` for one that is not.
             attention: writes and reads the pages.
             eos_token_ids: of its generation config.
+            own: whether its parameters, too, are the engine's alone.
 
         Raises:
             UnsupportedModelError: the probe found it to differ.
@@ -69,6 +76,7 @@ class GenericModel:
         _register()
         probed = probe(model, names)
         model.set_attn_implementation(NAME)
+        compile_linears(model, attention, own=own)
         parameters = list(model.parameters())
         self.model = model
         self.attention = attention

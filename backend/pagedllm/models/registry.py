@@ -193,7 +193,7 @@ def wrap_model(
         return NativeModel(spec, load_weights(spec, ModuleSource(model)), backend, eos)
 
     def generic() -> PagedModel:
-        return GenericModel(shared_copy(model), backend, eos)
+        return GenericModel(shared_copy(model), backend, eos, own=False)
 
     read = partial(spec_from_config, model.config)
     return _in_tier(read, architecture, model_impl, native, generic)

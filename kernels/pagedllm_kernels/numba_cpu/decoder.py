@@ -30,7 +30,7 @@ rows, 49 at 8 and 65 at 12 without packing, and 59 from 1 to 16 with it."""
 SPLIT_ROWS = 3
 """Rows from which their products are bound by arithmetic rather than by reading the weights."""
 
-_TAGS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+TAGS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 _ACTIVATIONS = {"silu": at.SILU, "gelu_tanh": at.GELU_TANH, "gelu": at.GELU}
 _MAX_WINDOWS = 6  # different ones, each with a list of attention's tasks
 # Buffers: the residual stream and two outputs of products, float32; activations, also packed or
@@ -42,7 +42,7 @@ _X, _QKV, _OUT, _H, _ATTENDED, _INNER, _LAST, _PACKED, _FACTORS, _LOGITS = range
 
 def refusal(spec: Any, dtype: torch.dtype) -> str | None:
     """Return why a decoder cannot be compiled, or None when it can."""
-    if dtype not in _TAGS:
+    if dtype not in TAGS:
         return f"its weights are {dtype}"
     if len(set(spec.windows)) > _MAX_WINDOWS:
         return f"it has more than {_MAX_WINDOWS} different windows"
@@ -63,7 +63,7 @@ def compile_ahead(spec: Any, dtype: torch.dtype, quantized: bool, int8_pages: bo
 
 def _function(dtype: torch.dtype, quantized: bool, int8_pages: bool) -> str:
     purpose = "quantized" if quantized else "model"
-    return f"{purpose}_{_TAGS[dtype]}{'_i8' if int8_pages else ''}"
+    return f"{purpose}_{TAGS[dtype]}{'_i8' if int8_pages else ''}"
 
 
 class CompiledDecoder:
