@@ -113,7 +113,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seqs", type=int, default=64)
     parser.add_argument("--batch-tokens", type=int, default=0)
     parser.add_argument("--quantization", default="")
-    parser.add_argument("--kv-cache-memory", default="2GiB", help="as the peers are given")
+    parser.add_argument("--kv-cache-memory", default="512MiB", help="w1 needs 380 MB")
     parser.add_argument("--text", action="store_true", help="detokenise too; the peers do not")
 
 

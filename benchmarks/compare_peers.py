@@ -189,6 +189,8 @@ def _plot(results: Path, target: Path) -> None:
         medians = [statistics.median(by_size[size]) for size in sizes]
         axes.plot(sizes, medians, marker="o", label=name)
     axes.set_xscale("log", base=2)
+    ticks = sorted({size for by_size in lines.values() for size in by_size})
+    axes.set_xticks(ticks, [str(size) for size in ticks])
     axes.set_xlabel("requests at once (32 tokens in, 128 out)")
     axes.set_ylabel("output tokens a second")
     axes.set_ylim(bottom=0)

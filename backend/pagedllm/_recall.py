@@ -18,7 +18,7 @@ import json
 import logging
 import os
 import threading
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +48,10 @@ class Recall:
 
     def __init__(self, folder: str | Path) -> None:
         self._file = _file_of(Path(folder).expanduser())
+
+    def __bool__(self) -> bool:
+        """Whether anything can be kept."""
+        return self._file is not None
 
     def get(self, kind: str) -> Any:
         """Return what was kept under a name, None for nothing."""
@@ -85,9 +89,12 @@ class Recall:
 class RecalledTokenizer:
     """Stands for a tokenizer of transformers until more than its vocabulary is asked for."""
 
-    def __init__(self, kept: dict[str, Any], load: Callable[[], PreTrainedTokenizerBase]) -> None:
+    def __init__(
+        self, kept: dict[str, Any], path: str, load: Callable[[], PreTrainedTokenizerBase]
+    ) -> None:
         from tokenizers import Tokenizer
 
+        self.name_or_path = path
         self.backend_tokenizer = Tokenizer.from_str(kept["tokenizer"])
         self.eos_token_id = kept["eos_token_id"]
         self._load = load
@@ -126,17 +133,17 @@ def recalled_tokenizer(
     kept = recall.get("tokenizer")
     if kept is not None:
         try:
-            return RecalledTokenizer(kept, load)
+            return RecalledTokenizer(kept, path, load)
         except Exception as error:  # noqa: BLE001 - tokenizers raises plain ones
             logger.debug("the kept tokenizer of %s is of no use: %s", path, error)
     tokenizer = load()
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
+    if recall and backend is not None:
         clean = type(backend).from_str(backend.to_str())
         clean.no_truncation()
         clean.no_padding()
         kept = {"tokenizer": clean.to_str(), "eos_token_id": tokenizer.eos_token_id}
-        stand_in = RecalledTokenizer(kept, load)
+        stand_in = RecalledTokenizer(kept, path, load)
         if all(_same(tokenizer, stand_in, special) for special in (False, True)):
             recall.keep("tokenizer", kept)
     return tokenizer
@@ -181,7 +188,8 @@ def _makers() -> bytes:
     """What else decides the answers: the libraries' versions and our own reading of them."""
     digest = hashlib.sha256()
     for library in ("transformers", "tokenizers", "pagedllm"):
-        digest.update(version(library).encode() + b"\0")
+        with contextlib.suppress(PackageNotFoundError):  # run from its source
+            digest.update(version(library).encode() + b"\0")
     here = Path(__file__).parent
     for path in (Path(__file__), *sorted((here / "models").glob("*.py"))):
         digest.update(path.read_bytes())

@@ -87,6 +87,17 @@ def test_weights_and_biases_that_change_count(name, tokens):
     assert (logits_of(wrapped, tokens) - wanted).abs().max() < 1e-3 * wanted.abs().max()
 
 
+def test_hooks_and_new_parameters_of_the_callers_layers_reach_the_engine(tokens):
+    model = build("starcoder2", random.randrange(2**31))
+    wrapped = wrap_model(model, model_impl="generic")
+    before = logits_of(wrapped, tokens)
+    handle = model.lm_head.register_forward_hook(lambda layer, inputs, output: output * 2)
+    assert (logits_of(wrapped, tokens) - 2 * before).abs().max() < 1e-4
+    handle.remove()
+    model.lm_head.weight = torch.nn.Parameter(torch.zeros_like(model.lm_head.weight))
+    assert not logits_of(wrapped, tokens).any()
+
+
 def test_other_kinds_of_attention_leave_layers_as_they_are(tokens):
     model = build("starcoder2", random.randrange(2**31))
     assert not compiled(wrap_model(model, model_impl="generic", attention="reference").model)

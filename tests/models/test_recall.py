@@ -7,11 +7,12 @@ import random
 import shutil
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 
 from pagedllm import LLM, SamplingParams
-from pagedllm._recall import Recall, RecalledTokenizer, recalled_tokenizer
+from pagedllm._recall import Recall, RecalledTokenizer, _makers, recalled_tokenizer
 from pagedllm.engine.tokenizer import load_tokenizer
 from pagedllm.models import load_model
 from pagedllm.models.known import Known
@@ -91,6 +92,7 @@ def test_a_recalled_tokenizer_reads_texts_as_its_original(make, tmp_path):
             options = {"add_special_tokens": special, "verbose": False}
             assert recalled(text, **options)["input_ids"] == original(text, **options)["input_ids"]
     assert recalled.eos_token_id == original.eos_token_id
+    assert recalled.name_or_path == original.name_or_path
     # Whatever else it is asked, the original answers.
     assert recalled.get_vocab() == original.get_vocab()
     assert type(recalled.whole()) is type(original)
@@ -149,6 +151,19 @@ def test_a_cache_that_is_no_folder_stops_nothing(folder, cache):
     cache.write_text("in the way")
     assert _load(folder).spec == _load(folder).spec
     assert cache.read_text() == "in the way"
+
+
+def test_libraries_that_are_not_installed_but_on_the_path_stop_nothing(folder, cache, monkeypatch):
+    def missing(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("pagedllm._recall.version", missing)
+    _makers.cache_clear()
+    try:
+        assert _load(folder).spec == _load(folder).spec
+    finally:
+        _makers.cache_clear()
+    assert len(list(cache.iterdir())) == 1
 
 
 def test_what_comes_with_code_is_asked_each_time(folder, cache):

@@ -1,7 +1,7 @@
 """The generic tier's linear layers under compiled products, where those are faster.
 
-Owner: models. Invariants: a layer keeps its parameters, which may be another model's too and
-are read where they lie at every call; whatever a product does not cover, torch computes.
+Owner: models. Invariants: a layer keeps its parameters and hooks, which may be another model's
+too, and reads them at every call; whatever a product does not cover, torch computes.
 """
 
 from __future__ import annotations
@@ -19,19 +19,16 @@ if TYPE_CHECKING:
 
 
 class CompiledLinear(torch.nn.Linear):
-    """Stands in for a linear layer; for inference alone."""
+    """Stands in for a linear layer, for inference alone, and has all that the layer has."""
 
-    def __init__(
-        self,
-        weight: torch.nn.Parameter,
-        bias: torch.nn.Parameter | None,
-        products: Products,
-    ) -> None:
-        torch.nn.Module.__init__(self)
-        self.out_features, self.in_features = weight.shape
-        self.weight = weight
-        self.register_parameter("bias", bias)
-        self._products = products
+    _products: Products
+
+    @classmethod
+    def of(cls, module: torch.nn.Module, products: Products) -> CompiledLinear:
+        """Return one for a layer: what is put into or hooked onto either is the other's, too."""
+        made = cls.__new__(cls)
+        vars(made).update(vars(module), _products=products)
+        return made
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x @ weight.T + bias``, a sum in fp32 that is rounded once."""
@@ -64,10 +61,12 @@ def compile_linears(model: PreTrainedModel, attention: AttentionBackend, *, own:
     module: Any
     for name, module in list(model.named_modules()):
         if type(module) is Conv1D and own:
-            weight: Any = torch.nn.Parameter(module.weight.data.T.contiguous(), requires_grad=False)
+            weight = module.weight.data.T.contiguous()
         elif type(module) is torch.nn.Linear:
             weight = module.weight
         else:
             continue
         if products.covers(weight):
-            model.set_submodule(name, CompiledLinear(weight, module.bias, products))
+            if weight is not module.weight:
+                module.weight = torch.nn.Parameter(weight, requires_grad=False)
+            model.set_submodule(name, CompiledLinear.of(module, products))

@@ -13,6 +13,7 @@ import functools
 import json
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from pagedllm.errors import EngineError, ValidationError
@@ -194,10 +195,10 @@ def _read(path: str) -> str:
 @functools.lru_cache(maxsize=4)
 def _compiler(source: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> GrammarCompiler:
     from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerFast
 
     text = source if source.startswith("{") else _read(source)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(text))
+    # Of a tokenizer it takes these two, and transformers need not be imported for them.
+    tokenizer: Any = SimpleNamespace(backend_tokenizer=Tokenizer.from_str(text), name_or_path="")
     return GrammarCompiler(tokenizer, vocab_size, eos_token_ids)
 
 
