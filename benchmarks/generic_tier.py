@@ -1,13 +1,13 @@
-"""Models without a native decoder: ``generate`` of transformers and of the engine, in turns.
+"""Models that are not dense Llamas: ``generate`` of transformers and of the engine, in turns.
 
     python benchmarks/generic_tier.py
     python benchmarks/generic_tier.py --dtype float32 --sizes 100m --batch 8
 
-GPT-2, StarCoder2 and Cohere with random weights, tiny and of about 100 million, through
-``pagedllm.accelerate``, which shares their weights, and loaded by ``pagedllm.LLM`` from a folder,
-in one process: each round times all on the same fresh prompts, so that a machine that slows down
-slows all. Greedy, without an end token. Prints a line for each model, then all of it as one JSON
-line; medians.
+GPT-2, StarCoder2 and Cohere, which have no native decoder, and Mixtral, which has, with random
+weights, tiny and of about 100 million, through ``pagedllm.accelerate``, which shares their weights,
+and loaded by ``pagedllm.LLM`` from a folder, in one process: each round times all on the same fresh
+prompts, so that a machine that slows down slows all. Greedy, without an end token. Prints a line
+for each model, then all of it as one JSON line; medians.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ SIZES = {"tiny": (64, 2, 4), "100m": (768, 8, 12)}
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=["GPT-2", "StarCoder2", "Cohere", "Mixtral"])
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--batch", type=int, default=8)
@@ -44,6 +45,8 @@ def main() -> None:
     rows = []
     for size in args.sizes:
         for name, config in _configs(*SIZES[size]).items():
+            if name not in args.models:
+                continue
             torch.manual_seed(args.seed)
             model = transformers.AutoModelForCausalLM.from_config(config)
             model = model.to(getattr(torch, args.dtype)).eval()
@@ -92,6 +95,10 @@ def _configs(hidden: int, layers: int, heads: int) -> dict[str, Any]:
         ),
         "StarCoder2": transformers.Starcoder2Config(**shape, **ends),
         "Cohere": transformers.CohereConfig(**shape, **ends),
+        # Eight experts of a quarter of the width, of which two are run.
+        "Mixtral": transformers.MixtralConfig(
+            **{**shape, "intermediate_size": hidden}, num_local_experts=8, **ends
+        ),
     }
 
 
