@@ -19,6 +19,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -101,12 +102,18 @@ def _measure(folder: str, tier: str, dtype: str) -> dict[str, Any]:
 def _load(folder: str, tier: str, dtype: str) -> dict[str, Any]:
     """Load a model in this process and say what it took."""
     # Whatever the first load in a process imports and compiles is no part of the weights.
+    import torch
     from transformers import AutoModelForCausalLM, LlamaForCausalLM  # noqa: F401
 
     from pagedllm.models import load_model
-    from pagedllm.models.registry import wrap_model
 
-    wrap_model(_tiny(), model_impl=tier)
+    stored = json.loads((Path(folder) / "config.json").read_text())["dtype"]
+    with tempfile.TemporaryDirectory() as tiny:
+        _tiny().to(getattr(torch, stored)).save_pretrained(tiny)
+        load_model(tiny, model_impl=tier, dtype=dtype)
+    for thread in threading.enumerate():
+        if thread.name == "pagedllm-compile":  # beside the loading of weights
+            thread.join()
     before = _status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     begin = time.perf_counter()

@@ -141,14 +141,15 @@ def test_a_leak_is_told_from_buffers_that_grow_once(benchmarks):
 def test_a_minute_of_everything_leaves_nothing_behind(tiny_with_text):
     """A minute with its warming up and its looks at what is held at rest.
 
-    The full form: benchmarks/serve.py soak --seconds 1800, with memory flat within 2 %.
+    The full form: benchmarks/serve.py soak --seconds 1800, with memory flat within 2 %, at four
+    fifths of what the server sustains; here at what leaves the processor to other tests.
 
     Resident memory has a wider bound here, for a process that has just started; what is
     allocated is counted exactly, and has none.
     """
     status, [found] = benchmark(
         "soak", "--model", tiny_with_text, "--seconds", 32, "--memory-growth", 0.15,
-        "--threads", 1,
+        "--threads", 1, "--rate", 6,
     )  # fmt: skip
     assert found["problems"] == []
     assert status == 0
